@@ -1,9 +1,11 @@
-"""`--full`: run the cases marked `full` too, property tests on all their examples, and every process cold.
+"""Options of the test suite.
 
-`--cold`: start every process cold, xdist's workers too.
+`--full`: run the cases marked `full` too, property tests on all their examples, and every process cold.
 
-Without it such cases are deselected, so nothing is shown as skipped. In CI the examples are the same each time: a new
-one that fails is found by whoever runs the tests at home, not by luck on another's change.
+`--cold`: start every process cold, including xdist's workers.
+
+Without `--full` these cases are deselected, so the output lists no skipped ones. In CI the examples are always the
+same. So a change in CI does not fail by chance on an unrelated example; runs at home find new ones.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from tests.exact.references import References, shared_reference
 from tests.machine import patient, slowness
 from tests.warm import start
 
-# Else threads of torch that wait keep the core from those that they wait for, on busy cores for minutes.
+# Otherwise waiting threads of torch take cores from the threads they wait for, for minutes on a busy machine.
 let_threads_sleep()
 
-# A test that says nothing else has hung by then.
+# A test that sets no limit of its own hangs after this time.
 _HANGS_S = 300.0
 
 
@@ -37,18 +39,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What a test starts would ignore them too, as it should.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
+    # Processes that a test starts would ignore these signals too, as they should.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background processes like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup starts processes like this
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Before xdist's workers, which inherit it, keep the cores busy.
+    # Set this before xdist's workers, which inherit it, keep the cores busy.
     slowness(config.getoption("numprocesses", None) or 1)
     thinning.full = config.getoption("--full")
     if not thinning.full and not config.getoption("--cold"):
         start.begin()
     fixed = bool(os.environ.get("CI"))
-    # No deadline: on a busy machine an example takes as long as it takes.
+    # No deadline: on a busy machine an example may take any time.
     hypothesis.settings.register_profile(
         "thinned", max_examples=thinning.examples(100), derandomize=fixed, deadline=None
     )
@@ -57,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def signals_are_as_before() -> Iterator[None]:
-    """A command ignores signals at its end, which is not the end of this process."""
+    """Restore the signal handlers: a command ignores signals at its end, but this process continues."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     before = [(number, signal.getsignal(number)) for number in numbers]
     yield
@@ -80,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """The reference answers of a family, computed once: in launch/test.sh for all tiers."""
+    """Return the reference answers of a family, computed once: in launch/test.sh once for all tiers."""
     own = tmp_path_factory.getbasetemp()
     shared = Path(os.environ.get("TESTS_SHARE") or (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
     return cache(lambda family: shared_reference(family, shared))
@@ -88,7 +90,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 @pytest.fixture
 def awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For as long as the test runs, no core of this machine goes to sleep."""
+    """Keep all cores of this machine out of sleep states while the test runs."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples" / "benchmarks")
     with importlib.import_module("awake").awake():
         yield

@@ -1,4 +1,4 @@
-"""The hosts of examples/benchmarks/hosts.py, for tests: where there are none, the test is skipped and says why."""
+"""The hosts of examples/benchmarks/hosts.py, for tests; without such hosts the test is skipped with the reason."""
 
 from __future__ import annotations
 

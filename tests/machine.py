@@ -1,7 +1,7 @@
-"""How much slower this machine is now than the one on which the bounds in tests were chosen.
+"""Slowness of this machine now, compared with the machine on which the bounds in tests were chosen.
 
-A bound says when a test has hung, not how fast something is. So it grows with the machine: other work beside the tests,
-older cores and sanitizers make everything slower alike.
+A bound detects a test that hangs; it does not measure speed. So it grows with the machine: other work at the same time,
+older cores and sanitizers slow down everything alike.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 import statistics
 import time
 
-# Of a quiet core of an AMD EPYC with AVX512-BF16 (2026-11), for one piece of work.
+# Seconds of one piece of work on a quiet core of an AMD EPYC with AVX512-BF16 (2026-11).
 _REFERENCE_S = 0.028
 _PIECES = 9
 _VARIABLE = "SARATHI_PP_TEST_SLOWNESS"
 
 
 def patient(seconds: float) -> float:
-    """Return what takes at most so long on the reference machine, for this one."""
+    """Scale a time limit of the reference machine to this machine."""
     return seconds * slowness()
 
 
@@ -25,7 +25,7 @@ def slowness(workers: int = 1) -> float:
     """Return a factor of at least 1. It is measured once; every process that is started later inherits it.
 
     Args:
-        workers: how many tests run at a time.
+        workers: number of tests that run at a time.
     """
     if _VARIABLE not in os.environ:
         # A test's own processes would use all cores.
@@ -34,7 +34,7 @@ def slowness(workers: int = 1) -> float:
 
 
 def _measure_s() -> float:
-    """Wall seconds of a piece of work in plain Python, the median of several: what else runs here counts."""
+    """Measure a piece of work in plain Python: median wall seconds, which include the effect of other processes."""
     taken = []
     for _ in range(_PIECES):
         begin_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a test needs of a machine and does not find there."""
+"""Skip or fail a test if this machine does not have what the test needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def missing(what: str) -> NoReturn:
-    """Skips the test; in continuous integration, whose machines have to have it, the test fails."""
+    """Skip the test; in continuous integration, whose machines must have it, fail the test."""
     if os.environ.get("CI"):
         pytest.fail(what)
     pytest.skip(what)

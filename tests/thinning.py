@@ -1,4 +1,4 @@
-"""How many examples a property test tries: a third of the full number, unless pytest is given --full."""
+"""Number of examples that a property test tries: a third of the full number, unless pytest gets --full."""
 
 full = False
 

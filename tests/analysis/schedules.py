@@ -1,4 +1,4 @@
-"""Traces of synthetic runs: a pipeline that is computed, not run, with delays that can be put anywhere."""
+"""Traces of synthetic runs: a pipeline that is computed, not run, with delays at any point."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def nothing(microbatch: int, stage: int) -> float:
 class Schedule:
     """A run of FIFO stages: seconds by (microbatch, stage).
 
-    issue: before the coordinator issues the microbatch, after the one before it (stage is 0). transfer: on
-    the edge into the stage. host: between a complete input and the start, the stage free. compute: the span.
-    send_wait: after the span, before the stage can do anything else or its output leaves.
+    Args:
+        issue: before the coordinator issues the microbatch, after the previous one (stage is 0).
+        transfer: on the edge into the stage.
+        host: between a complete input and the start, with the stage free.
+        compute: the span.
+        send_wait: after the span, before the stage can do anything else or its output leaves.
     """
 
     microbatches: int
@@ -44,7 +47,10 @@ class Schedule:
     cpu_share: float | None = 1.0
 
     def events(self, *, complete: bool = True) -> list[list[Event]]:
-        """One trace a stage. One request a microbatch, `s<m>`, all arrived at 0, done when it is back."""
+        """Return one trace per stage.
+
+        Each microbatch has one request, `s<m>`, which arrived at 0 and is done on its return.
+        """
         clocks = [ManualClock() for _ in range(self.stages)]
         traces: list[list[Event]] = [[start(stage, self.stages)] for stage in range(self.stages)]
         rank0 = traces[0]
@@ -98,7 +104,7 @@ def start(stage: int, num_stages: int, *, offset_s: float = 0.0, uncertainty_s: 
 
 
 def on_hosts(traces: Sequence[Sequence[Event]], *hosts: str) -> list[list[Event]]:
-    """The same traces, written by stages on these hosts."""
+    """Return the same traces, written by stages on these hosts."""
     return [
         [replace(event, host=host) if isinstance(event, TraceStart) else event for event in trace]
         for trace, host in zip(traces, hosts, strict=True)

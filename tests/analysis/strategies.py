@@ -11,14 +11,14 @@ from tests.analysis.schedules import Delay, Schedule, table
 def schedules(
     draw: st.DrawFn, *, microbatches: int = 6, least_compute: int = 1, most: int = 4, fraction: int = 8
 ) -> Schedule:
-    """Up to so many microbatches on up to four stages, delays of up to `most` whole fractions of a second.
+    """Draw runs of up to `microbatches` on up to four stages. Delays have up to `most` fractions of a second.
 
     Fractions are exact in binary, so that sums compare with ==, and many delays are zero.
     """
     count, stages = draw(st.integers(1, microbatches)), draw(st.integers(1, 4))
 
     def delays(least: int) -> Delay:
-        """A byte each: one draw takes a tenth of the time that a list of them takes."""
+        """Draw one byte per delay: one draw takes a tenth of the time of drawing a list."""
         drawn = draw(st.binary(min_size=count * stages, max_size=count * stages))
         seconds = [(least + byte % (most + 1 - least)) / fraction for byte in drawn]
         return table([seconds[m * stages : (m + 1) * stages] for m in range(count)])

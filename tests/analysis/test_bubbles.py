@@ -36,7 +36,7 @@ def test_ramp_is_receive_wait_at_the_front_and_no_work_at_the_back() -> None:
     assert (third.recv_wait_s, third.no_work_s) == (2, 0)
 
 
-# On the last stage, in the middle of a run whose stages always have their next input waiting.
+# On the last stage, in the middle of a run in which every stage always has its next input waiting.
 ASLEEP = once(0.02, 2, 1)
 PLACES = {
     "compute_s": Schedule(5, 2, added(constant(0.1), ASLEEP)),
@@ -65,7 +65,7 @@ def assert_only_change(plain: Schedule, delayed: Schedule, *, stage: int, state:
 
 
 def by_hand(*events: Event) -> Bubbles:
-    """One stage, one microbatch issued at 0 that comes back at 10."""
+    """Make a trace of one stage, with one microbatch issued at 0 that comes back at 10."""
     issued = Issued(0, 0.0, "m0[s0:0+1]", 1, 0, 0, 0.5, 1, 1)
     return measure([[start(0, 1), issued, *events, Returned(0, 10.0)]])
 
@@ -123,8 +123,10 @@ def test_empty_window_does_not_divide() -> None:
 
 
 def test_steady_leaves_out_fill_and_drain() -> None:
-    """12 microbatches of 1 s on 3 stages: the last stage starts at 2. Request m is done at m + 3, so fewer
-    than 3 are left from 12 on, when stage 0 has just finished."""
+    """12 microbatches of 1 s on 3 stages: the last stage starts at 2.
+
+    Request m is done at m + 3. So fewer than 3 are left from 12 on, when stage 0 has just finished.
+    """
     bubbles = measure(Schedule(12, 3, constant(1.0)).events())
     assert bubbles.steady == ((2.0, 12.0),)
     assert bubbles.bubble_ratio_steady == 0
@@ -136,7 +138,7 @@ def test_steady_sees_imbalance_that_the_ramp_would_hide() -> None:
     bubbles = measure(Schedule(20, 2, table([[1.0, 2.0]] * 20)).events())
     assert bubbles.stages[1].bubble_ratio_steady == 0
     assert bubbles.stages[0].bubble_ratio_steady is not None
-    # Stage 0 is done at 20; steady is [1, 39): one request is left from 39 on.
+    # Stage 0 is done at 20. The steady window is [1, 39): one request is left from 39 on.
     assert bubbles.stages[0].bubble_ratio_steady == pytest.approx(1 - 19 / 38)
     assert bubbles.overlap == pytest.approx(19 / 38)
 
@@ -150,7 +152,7 @@ def test_steady_is_null_below_two_microbatches_a_stage() -> None:
 
 
 def test_request_bubbles_are_the_gaps_before_its_microbatches() -> None:
-    """Seconds on stage 1 alone: it waits 1 s for each microbatch after the first, whose gap does not count."""
+    """On stage 1 the request waits 1 s for each microbatch after the first, whose gap does not count."""
     traces = Schedule(3, 2, table([[2.0, 1.0]] * 3)).events()
     texts = iter(["m0[s0:0+9]", "m1[s0:9+9 | d s7.2:4]", "m2[s1:0+9 | d s7.2:5]"])
     traces[0] = [replace(e, text=next(texts)) if isinstance(e, Issued) else e for e in traces[0]]
@@ -177,7 +179,7 @@ def test_trace_cut_off_ends_the_window_at_what_all_stages_wrote() -> None:
 
 @pytest.mark.parametrize("short", range(6))
 def test_a_trace_that_stops_early_makes_no_stage_idle_and_counts_no_token_too_many(short: int) -> None:
-    """Microbatches of a second on six stages; the file of one stage ends with its twelfth."""
+    """Microbatches take one second on six stages. The file of one stage ends with its twelfth."""
     traces = Schedule(20, 6, constant(1.0)).events(complete=False)
     computes = [event for event in traces[short] if isinstance(event, Compute)]
     traces[short] = [event for event in traces[short] if event not in computes[12:]]
@@ -189,7 +191,7 @@ def test_a_trace_that_stops_early_makes_no_stage_idle_and_counts_no_token_too_ma
 
 
 def shifted(trace: list[Event], seconds: float, drift: float) -> list[Event]:
-    """The same trace by a local clock that reads `seconds` more at 0 and runs `drift` seconds a second fast."""
+    """Shift a trace to a local clock that reads `seconds` more at 0 and gains `drift` seconds per second."""
 
     def local(t: float) -> float:
         return t + seconds + drift * t
@@ -236,7 +238,7 @@ def test_states_partition_the_window(schedule: Schedule) -> None:
         assert min(getattr(stage, state) for state in STATES) >= 0
     if bubbles.bubble_ratio_steady is not None:
         assert -1e-9 <= bubbles.bubble_ratio_steady <= 1
-        # All stages computing at once is no more than the busiest-to-be-idle stage computes.
+        # All stages compute at once for at most the time of the least busy stage.
         assert bubbles.overlap is not None
         least = min(1 - (stage.bubble_ratio_steady or 0.0) for stage in bubbles.stages)
         assert bubbles.overlap <= least + 1e-9

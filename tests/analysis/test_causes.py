@@ -32,7 +32,7 @@ def nothing(microbatch: int, stage: int) -> float:
 
 
 def cost(stages: int, scale: Callable[[int], float] = lambda stage: 1.0) -> CostModel:
-    """A microbatch of 256 prompt tokens takes 66 ms, one of 8 decodes with 8,000 tokens behind them 16 ms."""
+    """Make a cost model: 256 prompt tokens take 66 ms, and 8 decodes with 8,000 earlier tokens take 16 ms."""
     return CostModel(
         1,
         tuple(
@@ -44,11 +44,15 @@ def cost(stages: int, scale: Callable[[int], float] = lambda stage: 1.0) -> Cost
 
 @dataclass
 class Run:
-    """A pipeline played by the coordinator's rules: K in flight, the first stage on its own rank.
+    """A pipeline simulated by the coordinator's rules: K in flight, the first stage on its own rank.
 
-    transfer: into a stage (stage P: back to the coordinator). awaits: for a microbatch, the earlier one whose
-    result it needs, or None; holds: whose result the policy waits for. arrives: when its request is there.
-    moved: whose head, with all that the last stage's head_s stands for, the first stage computes; stage -1 in `host`.
+    Args:
+        transfer: seconds into a stage (stage P: back to the coordinator).
+        awaits: the earlier microbatch whose result a microbatch needs, or None.
+        holds: the microbatch whose result the policy waits for.
+        arrives: the time at which its request arrives.
+        moved: microbatches whose head, with all of the last stage's head_s, the first stage computes. In `host` this is
+            stage -1.
     """
 
     loads: list[Load]
@@ -76,7 +80,7 @@ class Run:
         heads: deque[int] = deque()
 
         def compute_heads(until: int) -> None:
-            """Those of microbatches before `until`, and what else is there when they are done."""
+            """Compute the heads of microbatches before `until`. Return the work that is ready after them."""
             while heads and (heads[0] < until or results[heads[0]] <= free[0]):
                 head = heads.popleft()
                 begin = max(free[0], results[head]) + self.host(head, -1)
@@ -128,7 +132,7 @@ class Run:
 
 
 def share(causes: Causes, name: str) -> float:
-    """Of the bubble outside ramp, the part that one cause has."""
+    """Return the part of the bubble outside ramp that one cause has."""
     value: float = asdict(causes)[name]
     return value / (causes.bubble_s - causes.ramp_s)
 
@@ -201,7 +205,7 @@ def test_slow_python_is_host(stages: int, place: str) -> None:
 
 
 def test_the_host_takes_its_own_time_and_the_coordinator_s_on_the_first_stage() -> None:
-    """Without what stopped it twice in a hundred microbatches, for ten seconds each."""
+    """Pauses that stopped it twice in a hundred microbatches, for ten seconds each, are not included."""
     run = Run([CHUNK] * 100, cost(3), 3, issue=lambda m, s: 3e-3)
     run.host = lambda m, s: (0.0, 1e-3, 2e-3)[s] + 10.0 * (s == 2 and m in (40, 80))
     assert host_seconds(run.timeline()) == pytest.approx([3e-3, 1e-3, 2e-3], rel=0.02)
@@ -225,7 +229,7 @@ def test_late_requests_are_starvation(stages: int) -> None:
 @pytest.mark.parametrize("waits_for", ["result", "policy"])
 @pytest.mark.parametrize("text", ["m{m}[s{m}:0+10]", "m{m}[s{new}:0+10 | d s{m}:300]"])
 def test_an_arrival_that_nobody_waited_for_is_no_cause(stages: int, waits_for: str, text: str) -> None:
-    """A line of the input is read between each result and the issue that it lets happen; often it can run at once."""
+    """A line of the input is read between each result and the issue that it allows. Often it can run at once."""
 
     def earlier(m: int) -> int | None:
         return m - stages if m >= stages else None
@@ -294,7 +298,7 @@ def test_a_run_with_everything_in_it_is_explained_to_the_last_second(
 
 @pytest.mark.parametrize("returned", [1, 7, 20])
 def test_the_causes_of_a_run_that_was_cut_off_add_up_too(returned: int) -> None:
-    """Traces end at the same instant; later microbatches have computed in the window and have no result."""
+    """Traces end at the same instant. Later microbatches have computed in the window and have no result."""
     run = Run([CHUNK] * 30, cost(4), 4, transfer=lambda m, s: 1e-3)
     whole = run.timeline()
     until_s = whole.returned[returned - 1].at_s
@@ -387,7 +391,7 @@ def test_sizes_that_no_run_had_are_refused(changes: dict[str, object]) -> None:
 
 
 def with_head(stages: int, head_s: float) -> CostModel:
-    """Stages that are equal but for the last one's head."""
+    """Make stages that are equal except for the last one's head."""
     *others, last = cost(stages).stages
     return CostModel(1, (*others, replace(last, head_s=head_s)))
 
@@ -398,7 +402,7 @@ def in_turn(microbatch: int) -> bool:
 
 @every_size
 def test_a_head_that_both_ends_compute_in_turn_leaves_stages_even(stages: int) -> None:
-    """Two cohorts of decodes each need their own last token, as in a run whose prompts are all computed."""
+    """Two cohorts of decodes each need their own last token, as in a run after its last prompt."""
     model = with_head(stages, 5e-4)
     last, turns = (
         Run([DECODES] * 40, model, stages, awaits=lambda m: m - stages if m >= stages else None, moved=moved).causes()

@@ -1,4 +1,4 @@
-"""Events kept as columns: the same sequence as a list of them, in less memory."""
+"""Events kept as columns: the same sequence as a list of events, in less memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANY = st.text(st.characters(exclude_categories=()).filter(lambda c: c < "\udc00"
 
 @given(st.lists(ANY, max_size=20), st.slices(20), st.lists(st.integers(-20, 19), max_size=9))
 def test_it_is_the_sequence_of_what_was_appended(texts: list[str], part: slice, places: list[int]) -> None:
-    """Also where a text is half a surrogate pair, or begins a block of those that are compressed together."""
+    """Texts include half a surrogate pair, and the first text of a block that is compressed together."""
     with mock.patch.object(log_module, "_TEXTS", 3):
         check_log([issued(index, text) for index, text in enumerate(texts)], part, places)
 

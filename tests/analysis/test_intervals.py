@@ -9,7 +9,7 @@ pairs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
 
 
 def instants(intervals: list[Interval]) -> set[int]:
-    """The set as unit cells: the ends are whole numbers."""
+    """Return the set as unit cells: the ends are whole numbers."""
     return {cell for begin, end in intervals for cell in range(int(begin), int(end))}
 
 

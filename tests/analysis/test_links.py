@@ -1,4 +1,4 @@
-"""Of each edge: the hosts that it joins, and what crossing it took."""
+"""Links: the two hosts of each edge, and the time to cross it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_edge_names_its_hosts_the_way_back_last() -> None:
 
 
 def test_a_transfer_is_from_the_end_of_one_stage_to_the_arrival_at_the_next() -> None:
-    """Into stage 1 half a second, into stage 2 a quarter on every second microbatch, back an eighth."""
+    """Half a second into stage 1, a quarter into stage 2 on every second microbatch, an eighth back."""
     transfer = {1: lambda m: 0.5, 2: lambda m: 0.25 * (m % 2)}
     traces = Schedule(9, 3, constant(1.0), transfer=lambda m, s: transfer[s](m) if s else 0.0).events()
     traces[0] = [replace(one, at_s=one.at_s + 0.125) if isinstance(one, Returned) else one for one in traces[0]]
@@ -45,7 +45,7 @@ def test_a_single_stage_has_no_edge_and_nothing_is_measured_before_a_result() ->
 
 
 def test_the_way_back_ends_where_the_rows_of_a_head_are_here() -> None:
-    """Whatever the head then waits for and takes; and a result that has to wait behind it was there at once."""
+    """Waits and compute of the head do not count. A result that waits for the head counts as arrived at once."""
     traces = Schedule(4, 2, constant(1.0)).events()
     results = {event.microbatch: event.at_s for event in traces[0] if isinstance(event, Returned)}
     moved = {0: results[0] + 3.0, 1: results[0] + 3.0}

@@ -1,4 +1,4 @@
-"""The Chrome trace against a schema of our own: what each phase needs, what must pair and lie inside what."""
+"""The Chrome trace against a schema of our own: required fields of each phase, pairs and nesting."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def events_of(traces: list[list[Event]]) -> list[TraceEvent]:
 
 
 def check(events: list[TraceEvent]) -> None:
-    """Raises AssertionError for anything that a viewer would drop or draw wrongly."""
+    """Raise AssertionError for anything that a viewer would drop or draw wrongly."""
     for event in events:
         keys = KEYS[event["ph"]]
         assert event.keys() == keys.keys(), event
@@ -81,7 +81,7 @@ def row_names(events: list[TraceEvent]) -> dict[tuple[int, int], tuple[str, str]
 
 
 def check_slices(events: list[TraceEvent]) -> None:
-    """Every row has its name, and its slices lie one after the other: Perfetto drops those that overlap."""
+    """Check that every row has its name and no overlapping slices: Perfetto drops slices that overlap."""
     rows: dict[tuple[int, int], list[TraceEvent]] = defaultdict(list)
     for event in phase(events, "X"):
         rows[row_of(event)].append(event)
@@ -93,7 +93,10 @@ def check_slices(events: list[TraceEvent]) -> None:
 
 
 def check_flows(events: list[TraceEvent]) -> None:
-    """Each begins once, ends once, goes forward in time, and each step is inside a slice of its microbatch."""
+    """Check that each flow starts and ends once and moves forward.
+
+    Each step must be inside a slice of its microbatch.
+    """
     spans = (event for event in phase(events, "X") if not event["name"].startswith("head"))
     slices = {(row_of(event), event["name"].split()[-1]): event for event in spans}
     flows: dict[int, list[TraceEvent]] = defaultdict(list)
@@ -113,7 +116,7 @@ def check_flows(events: list[TraceEvent]) -> None:
 
 
 def check_async(events: list[TraceEvent]) -> None:
-    """Begins and ends of one id pair like brackets, in order of time."""
+    """Check that starts and ends of one id pair like brackets, in order of time."""
     opened: dict[int, list[str]] = defaultdict(list)
     last: dict[int, float] = defaultdict(float)
     for event in phase(events, "be"):
@@ -159,14 +162,17 @@ def test_slices_are_the_spans_and_states_of_the_timeline(schedule: Schedule) -> 
 
 
 def seconds_on(events: list[TraceEvent], row: tuple[int, int], timeline: Timeline) -> list[tuple[str, float, float]]:
-    """The slices of one row in seconds of rank 0's clock; exact, since the schedules' times are whole eighths."""
+    """Return the slices of one row in seconds of rank 0's clock. Times are exact: whole eighths."""
     begin = timeline.window[0]
     slices = [event for event in phase(events, "X") if row_of(event) == row]
     return [(e["name"], begin + e["ts"] / 1e6, begin + (e["ts"] + e["dur"]) / 1e6) for e in slices]
 
 
 def by_hand() -> list[list[Event]]:
-    """Two stages; a prompt of two chunks and one decode; the second request never finishes, the third never runs."""
+    """Make a trace of two stages, with a prompt of two chunks and one decode.
+
+    The second request never finishes, and the third never runs.
+    """
     issued = [
         Issued(0, 1.0, "m0[s0:0+8]", 8, 0, 0, 32.0, 1, 8),
         Issued(1, 1.5, "m1[s1:0+4 | d s0:8]", 4, 1, 9, 8.0, 2, 13),
@@ -227,7 +233,7 @@ def test_requests_and_their_phases() -> None:
     events = events_of(by_hand())
     begins = {(e["name"], e["id"]): e["ts"] for e in phase(events, "b")}
     ends = {(e["name"], e["id"]): e["ts"] for e in phase(events, "e")}
-    # It arrived before the window began, so it is put at 0.
+    # It arrived before the window started, so it is put at 0.
     assert (begins["request", 0], ends["request", 0]) == (0.0, 3e6)
     assert (begins["prompt", 0], ends["prompt", 0]) == (0.0, 2e6)
     assert (begins["output", 0], ends["output", 0]) == (2e6, 3e6)
@@ -262,7 +268,7 @@ def test_a_run_cut_off_anywhere_has_no_dangling_flow(schedule: Schedule, data: s
     events = events_of(traces)
     check(events)
     recorded = [{e.microbatch for e in trace if isinstance(e, Compute)} for trace in traces]
-    returned = {e.microbatch for e in Timeline.read(traces).returned}  # as far as all traces tell of
+    returned = {e.microbatch for e in Timeline.read(traces).returned}  # as far as all traces reach
     assert {event["id"] for event in phase(events, "s")} == returned.intersection(*recorded)
 
 
@@ -277,7 +283,10 @@ def test_what_rank_0_lost_of_a_microbatch_is_not_made_up() -> None:
 
 
 def test_clocks_that_are_a_little_apart_bend_no_arrow_backwards() -> None:
-    """Stage 1's clock is behind: it seems to start before stage 0, within the span an arrow still finds its way."""
+    """Stage 1's clock is late, so its start appears to be before stage 0's.
+
+    Within the span an arrow still connects them.
+    """
     little, far = (Schedule(3, 2, constant(1.0)).events() for _ in range(2))
     little[1][0] = start(1, 2, offset_s=-1.5)
     far[1][0] = start(1, 2, offset_s=-2.5)
@@ -298,7 +307,7 @@ def test_nothing_ran() -> None:
 
 
 class Lines(StringIO):
-    """Remembers the longest single write."""
+    """A writer that remembers the longest single write."""
 
     longest = 0
 

@@ -15,7 +15,7 @@ from tests.analysis.schedules import Schedule, constant
 
 
 def replica(index: int, microbatches: int, seconds: float, *, offset_s: float = 0.0, cpu_share: float = 1.0) -> Replica:
-    """A pipeline of two stages whose leader's clock is `offset_s` behind the run's; it begins when that shows 0."""
+    """Make a pipeline of two stages whose leader's clock is `offset_s` late. It starts when that clock shows 0."""
     traces: list[list[Event]] = []
     for stage, events in enumerate(Schedule(microbatches, 2, constant(seconds), cpu_share=cpu_share).events()):
         first = events[0]

@@ -16,7 +16,7 @@ STATES = ("send_wait", "no_work", "recv_wait", "host")
 
 
 def by_hand(*events: Event) -> Timeline:
-    """One stage, one microbatch issued at 0 that comes back at 10."""
+    """Make a trace of one stage, with one microbatch issued at 0 that comes back at 10."""
     issued = Issued(0, 0.0, "m0[s0:0+1]", 1, 0, 0, 0.5, 1, 1)
     return Timeline.read([[start(0, 1), issued, *events, Returned(0, 10.0)]])
 
@@ -83,7 +83,7 @@ pairs = st.lists(st.tuples(instants, instants).map(sorted), max_size=5)
 def test_records_that_contradict_each_other(
     spans: list[list[float]], waits: list[list[float]], heads: list[list[float]], at: list[float]
 ) -> None:
-    """Clocks apart, spans that overlap or lie outside the window: the states are still those of `bubbles`."""
+    """Clocks differ, spans overlap or are outside the window: the states are still those of `bubbles`."""
     computes = [Compute(m, at[2 * m], at[2 * m + 1], begin, end) for m, (begin, end) in enumerate(spans)]
     left = [Head(m, at[-1 - m], begin, end) for m, (begin, end) in enumerate(heads)]
     check_states(by_hand(*(SendWait(begin, end) for begin, end in waits), *computes, *left))

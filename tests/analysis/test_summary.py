@@ -66,8 +66,8 @@ def golden_stage(stage: int, **seconds: float) -> Report:
     }
 
 
-# Eight microbatches of one second on two stages, each the prompt of a request with one output token; all
-# arrived at 0, request m is done at m + 2. Each issue sees 2 pages of 16 hold 24 tokens.
+# Eight microbatches of one second on two stages, each the prompt of a request with one output token. All arrived at 0,
+# and request m is done at m + 2. Each issue sees 2 pages of 16 hold 24 tokens.
 AT_ONCE = {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
 GOLDEN = {
     "schema": "sarathi-pp/report/1",
@@ -195,8 +195,10 @@ def test_failures_count_and_their_tokens_do_not() -> None:
 
 
 def test_variation_is_of_the_slowest_stage_in_the_steady_window() -> None:
-    """Stage 1 takes 1 and 3 s by turns: mean 2, deviation 1. The last microbatch runs alone: 99 s that do
-    not count, since fewer than two requests are left by then."""
+    """Stage 1 alternates between 1 and 3 s: mean 2, deviation 1.
+
+    The last microbatch runs alone. Its 99 s do not count, since fewer than two requests are left by then.
+    """
     rows = [[0.5, 1.0 + 2.0 * (m % 2)] for m in range(20)] + [[0.5, 99.0]]
     traces = Schedule(21, 2, table(rows)).events()
     traces[0] = [
@@ -219,7 +221,7 @@ def test_kv_use_and_fragmentation_are_time_means() -> None:
     ]
     kv = summarise([events])["kv"]
     assert (kv["fragmentation"], kv["mean_used"], kv["peak_used"]) == (pytest.approx(0.375), pytest.approx(1.25), 2)
-    cut_short = [*events[:4], *events[5:6]]  # as read from a run that goes on: the second has no result yet
+    cut_short = [*events[:4], *events[5:6]]  # as read during the run: the second has no result yet
     assert summarise([cut_short])["kv"]["mean_used"] == pytest.approx(1.0)
 
 
@@ -251,7 +253,7 @@ TOTALS = Totals(
 
 @pytest.mark.parametrize("reason", ["size", "queue"])
 def test_a_trace_that_was_cut_gives_the_figures_of_its_first_part(reason: CutReason) -> None:
-    """Wherever each rank cuts its own; and beside them the sums of the whole run."""
+    """Each rank cuts its own trace at any point. The sums of the whole run are kept with the figures."""
     whole = SCHEDULE.events(complete=False)
     for kept in itertools.product(*(range(1, len(trace) + 1) for trace in whole)):
         parts = [trace[:count] for trace, count in zip(whole, kept, strict=True)]

@@ -84,7 +84,7 @@ def test_options_become_arguments(given: dict[str, object], text: str, reworded:
     assert Arguments("m", None, given).reword(text) == reworded
 
 
-# For each field, a value that is refused by someone after RunConfig has taken it, or by RunConfig.
+# For each field, a value that RunConfig refuses, or that a later check refuses.
 WRONG: Mapping[str, object] = {
     "model": "/nowhere/at/all",
     "stages": 9,

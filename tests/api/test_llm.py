@@ -1,4 +1,4 @@
-"""The Python API: one process, several, and what it refuses."""
+"""The Python API: one process, several, and its refusals."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_a_setting_that_is_not_supported_is_an_error_of_a_prompt_unless_it_is_ov
     with LLM(str(model)) as llm:
         (answer,) = llm.generate("12+30=")
         assert answer.error is not None and answer.error.code == "unsupported_setting"
-        (answer,) = llm.generate("12+30=", SamplingParams(max_new_tokens=2))  # what is given stands for itself
+        (answer,) = llm.generate("12+30=", SamplingParams(max_new_tokens=2))  # an explicit value is kept
         assert answer.outputs[0].text == "42"
     with LLM(str(model), override_generation_config={"repetition_penalty": 1.0}) as llm:
         assert llm.generate("12+30=")[0].outputs[0].text == "42"

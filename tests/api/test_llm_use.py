@@ -38,7 +38,7 @@ class FaultError(Exception):
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: BaseException) -> None:
-    """At its third call, so that some requests run and others wait."""
+    """Fail at the third call, so that some requests run and others wait."""
     real, calls = getattr(owner, name), []
 
     def call(*args, **options):
@@ -89,7 +89,7 @@ class _Clock:
 
 
 def interrupted(model: LLM, after_s: float) -> float:
-    """Generate for long, interrupted by SIGINT; returns how long the call took to end from then on."""
+    """Generate for long, and interrupt with SIGINT. Return the time from the interrupt to the end of the call."""
     sent: list[float] = []
 
     def send() -> None:
@@ -183,7 +183,7 @@ def test_one_after_the_other_leaves_nothing_behind() -> None:
     process = psutil.Process()
 
     def held() -> tuple[int, int, int]:
-        gc.collect()  # sockets of a closed LLM go with its objects, which refer to each other
+        gc.collect()  # sockets of a closed LLM are freed with its objects, which refer to each other
         return process.num_fds(), threading.active_count(), len(process.children())
 
     with LLM(ADDER, stages=2) as model:
@@ -230,7 +230,10 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("after_s", [2.5, pytest.param(4.5, marks=pytest.mark.full)])
 def test_an_interrupted_start_leaves_no_worker(after_s: float, tmp_path: Path) -> None:
-    """And no hang when the interpreter ends. Wherever it falls: before the workers, while they join, or at the end."""
+    """It must not hang when the interpreter ends.
+
+    The interrupt comes before the workers, while they join, or at the end.
+    """
     began_s = time.monotonic()
     with subprocess.Popen((sys.executable, "-c", INTERRUPTED, ADDER, str(after_s))) as program:
         workers: set[psutil.Process] = set()

@@ -1,4 +1,4 @@
-"""The report of what was generated so far."""
+"""The report of the requests generated so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an LLM shows on a terminal, and that it shows nothing elsewhere."""
+"""The output of an LLM on a terminal. Elsewhere it shows nothing."""
 
 from __future__ import annotations
 

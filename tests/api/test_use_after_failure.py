@@ -1,4 +1,4 @@
-"""An engine after an exception at any of its calls: the next run answers as a fresh one does, or says why it cannot."""
+"""An engine after an exception at any of its calls: the next run answers as a fresh one does, or explains why not."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(120)
 
-# The longest needs more than one chunk; all together more pages than there are, so that some are preempted.
+# The longest needs more than one chunk. All together exceed the pages, so that some are preempted.
 PROMPTS = [tuple(range(10 * n, 10 * n + length)) for n, length in enumerate([3, 21, 9, 14, 1, 6])]
 NEW_TOKENS = 7
 NUM_PAGES = 13
 CLOCK = SystemClock()
-# Nobody knows what is left on the wire if one of these has raised.
+# If one of these has raised, the data left on the wire is unknown.
 MAY_LOSE = {"results.receive", "edge.reserve", "edge.send", "stage clock.now", "stage recorder.record"}
 
 
 class FaultError(Exception):
-    """No error that the engine knows."""
+    """An error that the engine does not know."""
 
 
 @dataclass
 class Faults:
-    """Raises at a call of everything that is watched: by its name, and how often it was called before."""
+    """Faults that raise at a chosen call of the watched functions: by name and number of earlier calls."""
 
     at: tuple[str, int] | None = None
     after: bool = False
@@ -188,7 +188,7 @@ def calls_of_a_run(num_stages: int) -> Counter[str]:
 def test_after_an_exception_at_any_call_the_next_run_answers_or_says_why(num_stages: int, after: bool) -> None:
     calls = calls_of_a_run(num_stages)
     recovered: set[str] = set()
-    # Of each kind the first ones, while others are in flight, are enough.
+    # The first calls of each kind, while others are in flight, are enough.
     for name, number in ((name, number) for name, count in calls.items() for number in range(min(count, 10))):
         faults = Faults(after=after)
         pipeline = Pipeline(num_stages, faults)
@@ -197,7 +197,7 @@ def test_after_an_exception_at_any_call_the_next_run_answers_or_says_why(num_sta
             with pytest.raises(FaultError):
                 pipeline.run()
         except pytest.fail.Exception:
-            continue  # with results that came sooner there were fewer such calls
+            continue  # with earlier results there were fewer such calls
         faults.at = None
         issued_before = pipeline.engine._coordinator.num_issued
         if pipeline.engine.is_lost:
@@ -210,7 +210,7 @@ def test_after_an_exception_at_any_call_the_next_run_answers_or_says_why(num_sta
                 assert pipeline.run() == ANSWERS, f"after {name} at call {number}"
             recovered.add(name)
             if "record" not in name:
-                # What the trace has is whole: a report can be made of it.
+                # The events of the trace are whole: a report can be made of them.
                 count = pipeline.engine._coordinator.num_issued
                 pipeline.engine._results.receive(0)
                 for kind in (Issued, Returned, Compute):
@@ -220,7 +220,7 @@ def test_after_an_exception_at_any_call_the_next_run_answers_or_says_why(num_sta
 
 
 def test_what_was_abandoned_is_not_computed_to_its_end() -> None:
-    """The next run begins with pages and seats of its own, and no microbatch holds an earlier request."""
+    """The next run starts with pages and seats of its own, and no microbatch holds an earlier request."""
     faults = Faults()
     pipeline = Pipeline(2, faults)
     faults.at = "sink.finish", 0

@@ -1,9 +1,9 @@
-"""How the product is built, in figures: sizes of packages, callbacks, constructors, attributes, import cycles.
+"""The structure of the product in figures: package sizes, callbacks, constructors, attributes, import cycles.
 
     python -m tests.architecture.structure            this tree
-    python -m tests.architecture.structure PATH       another checkout, an older commit's say
+    python -m tests.architecture.structure PATH       another checkout, for example an older commit
 
-Static: it reads the sources and imports nothing of them. Lines are all lines of the files, blank ones too.
+Static: it reads the sources and imports none of them. Lines are all lines of the files, blank ones too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Each policy is a file, so its folder grows with what is tried.
+# Each policy is a file, so its folder grows with every new policy.
 FOLDERS_THAT_GROW = ("sarathi_pp/core/policy",)
 
 
 @dataclass(frozen=True)
 class Module:
-    """path: below the root of its import path. folder: of the checkout."""
+    """A source file. path: below the root of its import path. folder: of the checkout."""
 
     path: Path
     folder: str
@@ -44,7 +44,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """`sarathi_pp/run`, `sarathi_pp_kernels`; `sarathi_pp` for what lies beside the packages."""
+        """Return `sarathi_pp/run`, `sarathi_pp_kernels`, or `sarathi_pp` for modules next to the packages."""
         parts = self.path.parts
         return parts[0] if parts[0] != "sarathi_pp" or len(parts) == 2 else "/".join(parts[:2])
 
@@ -59,7 +59,7 @@ def modules(root: Path) -> list[Module]:
 
 
 def callable_names(found: list[Module]) -> set[str]:
-    """`Callable`, and every alias of one that a module gives a name."""
+    """Return `Callable`, and every alias of it that a module defines."""
     names = {"Callable"}
     for module in found:
         for node in module.tree.body:
@@ -74,7 +74,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def callable_parameters(found: list[Module]) -> list[str]:
-    """Parameters of functions, and fields of dataclasses, that are called back or may be."""
+    """Return parameters of functions, and fields of dataclasses, that are or may be called back."""
     names, places = callable_names(found), []
 
     def is_callable(annotation: ast.expr | None) -> bool:
@@ -95,7 +95,7 @@ def callable_parameters(found: list[Module]) -> list[str]:
 
 
 def constructors(found: list[Module]) -> list[tuple[int, str]]:
-    """Lines of each `__init__`, its docstring not counted, the longest first."""
+    """Return the lines of each `__init__`, without its docstring, the longest first."""
     sizes = []
     for module in found:
         for owner in ast.walk(module.tree):
@@ -111,7 +111,7 @@ def constructors(found: list[Module]) -> list[tuple[int, str]]:
 
 
 def late_attributes(found: list[Module]) -> list[str]:
-    """Attributes of `self` that a method makes and no `__init__` or class body has."""
+    """Return attributes of `self` that a method creates and no `__init__` or class body has."""
     late = []
     for module in found:
         for owner in (node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)):
@@ -148,7 +148,7 @@ def _assigned(method: ast.FunctionDef) -> dict[str, int]:
 
 
 def cycles(found: list[Module]) -> list[list[str]]:
-    """Groups of modules that import one another, however late; imports for annotations count too."""
+    """Return groups of modules that import one another, at any time; imports for annotations count too."""
     known = {module.name for module in found}
     graph = {module.name: _imports(module, known) for module in found}
     return [group for group in _components(graph) if len(group) > 1]
@@ -162,12 +162,12 @@ def _imports(module: Module, known: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             whole = (f"{node.module}.{alias.name}" for alias in node.names)
             found |= {name if name in known else node.module for name in whole}
-    # What a package's own names are fetched by, on demand, is no dependency of what it is made of.
+    # A package fetches its own names on demand. These imports are not dependencies of its parts.
     return (found & known) - {module.name} if module.name != "sarathi_pp" else set()
 
 
 def _components(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Tarjan's strongly connected components."""
+    """Return Tarjan's strongly connected components."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

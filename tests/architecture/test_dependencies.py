@@ -1,4 +1,4 @@
-"""Whatever the package imports, anywhere, an installation of it brings or one of its extras does."""
+"""Every import of the package is a dependency of its installation or of one of its extras."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-# Of users; what is in `dev` alone nobody else has.
+# For users; packages only in `dev` are not installed for them.
 EXTRAS = ("cpu", "gpu", "flash")
 OURS = {"sarathi_pp", "sarathi_pp_kernels"}
 
 
 def sources() -> Iterator[Path]:
-    """All of the package but the programs that run in other engines' environments."""
+    """Return all files of the package except the programs that run in other engines' environments."""
     for folder in (ROOT / "sarathi_pp", ROOT / "kernels"):
         yield from (path for path in folder.rglob("*.py") if not path.match("bench/peers/*_program.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level names of what is imported, inside functions too."""
+    """Return top-level names of all imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -41,7 +41,7 @@ def declared() -> set[str]:
 
 
 def test_every_import_of_a_third_party_is_declared() -> None:
-    """By the name of its module, which is that of its distribution for all of them so far."""
+    """The comparison is by the name of the module, which so far always equals that of its distribution."""
     missing: dict[str, set[str]] = {}
     known = declared()
     for path in sources():

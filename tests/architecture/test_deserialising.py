@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-# all_gather_object, broadcast_object_list, send_object_list and their kin pickle what they carry.
+# all_gather_object, broadcast_object_list, send_object_list and similar calls pickle their data.
 OBJECT_COLLECTIVE = re.compile(r"(gather|broadcast|scatter|send|recv)_object(_list)?")
 UNSAFE_CALLS = {
     *("torch.load", "numpy.load", "np.load", "yaml.load", "os.system", "eval", "exec"),
@@ -19,8 +19,8 @@ UNSAFE_CALLS = {
 }
 
 
-# Machine code of kernels, which this machine has compiled into its own folder: who can write there can write the code
-# next to it as well. numba, whose cache this replaces, keeps it in the same form.
+# This is machine code of kernels, which this machine compiled into its own folder. A process that can write there can
+# also write the code next to it. numba, whose cache this replaces, keeps it in the same form.
 OF_THIS_MACHINE = {"kernels/sarathi_pp_kernels/cpu/simd/cache.py"}
 
 
@@ -42,7 +42,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def called(node: ast.AST) -> list[str]:
-    """The function's name, and each keyword argument with a constant as `name=value`."""
+    """Return the function's name, and each keyword argument with a constant as `name=value`."""
     if not isinstance(node, ast.Call):
         return []
     constants = [k for k in node.keywords if isinstance(k.value, ast.Constant)]
@@ -50,9 +50,11 @@ def called(node: ast.AST) -> list[str]:
 
 
 def dotted(function: ast.AST) -> str:
-    """torch.hub.load; of what is not a name, the attributes alone: `a().b.c` is .b.c, and a() is looked at by itself.
+    """Return a dotted name like torch.hub.load.
 
-    As `ast.unparse` has it but for that, in a tenth of the time.
+    Without a name only the attributes stay: `a().b.c` is .b.c, and a() is visited separately.
+
+    Apart from that it equals `ast.unparse`, in a tenth of the time.
     """
     attributes: list[str] = []
     while isinstance(function, ast.Attribute):

@@ -1,4 +1,4 @@
-"""The texts of the repository stay plain: constructions that are hard to read are counted, and may only get fewer."""
+"""The texts of the repository stay plain: no construction that is hard to read, and short sentences in the README."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 from tests.architecture.english import Text, texts
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("sarathi_pp", "kernels", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples")
-# Constructions that are left, and docstrings that begin with What, Of, Whether, Where or How. Lower them, never raise.
-MOST_HITS = 30
-MOST_BAD_OPENINGS = 10
+FOLDERS = ("sarathi_pp", "kernels", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "examples", "tests")
 MOST_WORDS_PER_SENTENCE = 15
 
 
@@ -22,13 +19,11 @@ def found() -> list[Text]:
 
 
 def test_no_construction_is_added_that_is_hard_to_read(found: list[Text]) -> None:
-    hits = [hit for text in found for hit in text.hits()]
-    assert len(hits) <= MOST_HITS, "\n".join(hits)
+    assert not [hit for text in found for hit in text.hits()]
 
 
 def test_no_docstring_is_added_that_begins_with_a_clause(found: list[Text]) -> None:
-    openings = [f"{text.path}:{text.line}: {text.text[:60]}" for text in found if text.opens_badly]
-    assert len(openings) <= MOST_BAD_OPENINGS, "\n".join(openings)
+    assert not [f"{text.path}:{text.line}: {text.text[:60]}" for text in found if text.opens_badly]
 
 
 def test_sentences_of_the_readme_are_short() -> None:

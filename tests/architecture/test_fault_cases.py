@@ -1,4 +1,4 @@
-"""The list of cases is complete, and what it names is there."""
+"""The list of cases is complete, and everything that it names exists."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.machine import patient
 
 ROOT = Path(__file__).parents[2]
 
-# A static contract does not see what a package's __init__ pulls in on the way to a module, so these are imported.
+# A static contract misses the imports of a package's __init__ on the way to a module, so these are imported.
 _IMPORT_EACH = """
 import importlib, json, pkgutil, sys
 wanted, forbidden = json.loads(sys.argv[1]), json.loads(sys.argv[2])
@@ -91,6 +91,6 @@ def test_help_is_given_without_loading_torch(arguments: tuple[str, ...], words: 
 
 @pytest.mark.parametrize("command", [("generate", "--input", "examples/prompts.jsonl"), ("profile",)])
 def test_workers_are_started_without_loading_torch(command: tuple[str, ...], tmp_path: Path) -> None:
-    """They need seconds for it themselves, and would begin as much later."""
+    """Workers load it for seconds themselves, and would start later by that time."""
     run = run_python(_LAUNCH, str(tmp_path / "output"), *command)
     assert (run.returncode, run.stdout) == (0, "loaded:\n"), run.stderr

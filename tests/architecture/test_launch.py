@@ -1,4 +1,4 @@
-"""launch/: set-up installs once, exactly what is pinned, whatever is on PATH; scripts hold no machine's paths."""
+"""launch/: set-up installs once and exactly the pinned packages, with any PATH. Scripts hold no machine's paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.machine import patient
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 
-# A Python that only writes down how it was called. Its `venv` copies it to where a real one would put the new Python.
+# A Python that only records its calls. Its `venv` copies it to the place of the new Python.
 STAND_IN = """#!/bin/bash
 echo "$@" >>"$CALLS"
 case "$*" in
@@ -28,7 +28,7 @@ BROKEN_SHIM = "#!/bin/bash\necho 'command not found' >&2\nexit 127\n"
 
 
 class Checkout:
-    """A copy of what set-up reads, in a path with a space, and a PATH of its own with no Python on it."""
+    """A copy of set-up's inputs, in a path with a space. Its own PATH has no Python."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a checkout"
@@ -48,7 +48,7 @@ class Checkout:
         (self.tools / name).chmod(0o755)
 
     def set_up(self, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """Its outcome, and how the stand-in was called meanwhile."""
+        """Run set-up. Return its outcome, and the calls of the simulated Python."""
         self.calls.write_text("")
         run = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", 'source "$1/launch/setup.sh"; set_up "$1"', "-", str(self.root)],
@@ -158,5 +158,5 @@ def test_the_two_commands_are_strict(name: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_no_pipe_ends_before_its_writer(script: Path) -> None:
-    # Under pipefail the writer, ended by SIGPIPE as soon as it has more to say than a pipe holds, ends the script.
+    # A writer with more output than a pipe holds is ended by SIGPIPE. Under pipefail this ends the script.
     assert not re.findall(r"\|\s*(?:head\b|grep -\w*q)", script.read_text())

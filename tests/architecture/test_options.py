@@ -1,4 +1,4 @@
-"""Each option is declared once, and reaches what it sets. Its help is one short line in a section."""
+"""Each option is declared once, and sets its field. Its help is one short line in a section."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDED = {
     "profile": ["--output", "out", "--model", "m"],
     "plan": ["--model", "m"],
 }
-# Options of these commands that are not of their RunConfig.
+# Options of these commands that are not in their RunConfig.
 OF_NO_RUN_CONFIG = {
     "generate": {
         *("input_path", "input_format", "output_path", "overwrite", "strict", "metrics_port", "as_json", "quiet"),
@@ -67,7 +67,7 @@ FIELDS: dict[str, tuple[list[str], object]] = {
 }
 # Fields of SamplingParams that only a line of the input or a Python program sets. `--seed` is the run's.
 OF_A_REQUEST_ALONE = {"seed", "skip_special_tokens"}
-# Options of one name that mean something else in this command, so that it has a help of its own.
+# Options of one name with another meaning in this command, so that each has its own help.
 OWN_MEANING = {
     *(("profile", "--output"), ("bench", "--output"), ("compare", "--html")),
     *(("profile", "--seed"), ("simulate", "--seed"), ("simulate", "--tbt-slo")),
@@ -129,7 +129,7 @@ def test_without_options_a_run_config_has_its_own_defaults(name: str) -> None:
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_no_option_is_ignored(name: str) -> None:
-    """An option that no field is named after would be dropped in silence."""
+    """An option without a field of its name would be dropped without an error."""
     flags = {flag.removeprefix("--").replace("-", "_") for args, _ in FIELDS.values() for flag in args}
     known = flags | {"model"} | {option.name for option in SAMPLING.options()}
     assert {one.name for one in command(name).params} - known == OF_NO_RUN_CONFIG[name]

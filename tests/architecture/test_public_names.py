@@ -1,4 +1,4 @@
-"""What people can rely on: the names of the package, the commands and the options. To change them is a decision."""
+"""The public interface: the names of the package, the commands and the options. Changing them is a decision."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_public_names() -> None:
 
 
 def test_names_that_load_torch_on_first_use_are_really_there() -> None:
-    """Read, not imported: this tier stays free of torch."""
+    """The sources are read, not imported: these tests stay free of torch."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "sarathi_pp" / "api").glob("*.py")]
     defined = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     assert {name for name in NAMES if name not in vars(sarathi_pp)} - {"LLM"} <= defined

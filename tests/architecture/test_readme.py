@@ -30,13 +30,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command line in the bash blocks; continued lines are one, comments are left out."""
+    """Return the words of each command line in the bash blocks. Continued lines are joined, comments left out."""
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def wrong_with(words: list[str]) -> str | None:
-    """Why a command could not be run as written, or None."""
+    """Return the reason that a command could not be run as written, or None."""
     if words[0] == "bash":
         script = ROOT / words[1]
         return None if script.is_file() else f"there is no {words[1]}"
@@ -100,7 +100,7 @@ def test_no_page_is_long() -> None:
 
 
 def test_every_page_is_reached_from_the_index() -> None:
-    """By links from page to page."""
+    """Links lead from page to page."""
     reached, open_pages = set(), [ROOT / "docs" / "index.md"]
     while open_pages:
         page = open_pages.pop()
@@ -165,7 +165,7 @@ def inside(path: Path, folder: Path) -> bool:
 
 
 def links(page: Path) -> list[tuple[str, str]]:
-    """Return target and anchor of each link that does not leave the repository. Code is not looked at."""
+    """Return target and anchor of each link that does not leave the repository, except in code."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
     return re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]+))?\)", text)
 

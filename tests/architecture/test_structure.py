@@ -1,4 +1,4 @@
-"""The house keeps its order: no package, folder or constructor grows into the one where everything goes."""
+"""The code keeps its structure: no package, folder or constructor grows too large."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_objects_are_whole_when_they_are_made() -> None:
 
 
 def test_control_flow_is_plain_calls() -> None:
-    """A function that gets functions hides who calls whom; a generator or an object with methods shows it."""
+    """A function that gets functions hides its callees. A generator or an object with methods shows them."""
     assert measure(ROOT)["callable_parameters_per_1000_lines"] <= MOST_CALLABLES_PER_1000_LINES
 
 

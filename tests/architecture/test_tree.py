@@ -1,4 +1,4 @@
-"""What the files of the checkout are called and made of."""
+"""Names and contents of the checkout's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "types"}
 
 
 def files() -> Iterator[Path]:
-    """Every file of ours: below our folders, and at the root. Not what tools leave behind."""
+    """Return every file of ours: below our folders, and at the root. Exclude files that tools leave."""
     yield from (path for path in ROOT.iterdir() if path.is_file())
     for folder in FOLDERS:
         yield from (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -39,7 +39,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
 
 def test_tests_and_kernels_are_no_packages() -> None:
-    """An __init__.py in either puts a folder named `kernels` in front of the library of that name."""
+    """An __init__.py in either puts a folder named `kernels` before the library of that name."""
     assert not [path for path in files() if path.name == "__init__.py" and path.relative_to(ROOT).parts[0] == "tests"]
     assert not (ROOT / "kernels" / "__init__.py").exists()
 

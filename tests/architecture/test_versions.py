@@ -1,4 +1,4 @@
-"""One version, said in four places, and one exact set of packages that every install uses."""
+"""One version, stated in four places, and one exact set of packages that every install uses."""
 
 from __future__ import annotations
 

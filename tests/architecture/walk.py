@@ -1,14 +1,16 @@
-"""What one request passes between the command and its answer, in figures: files, and named forms.
+"""The path of one request between the command and its answer, in figures: files, and named forms.
 
     python -m tests.architecture.walk            this tree
-    python -m tests.architecture.walk PATH       another checkout, an older commit's say
+    python -m tests.architecture.walk PATH       another checkout, for example an older commit
 
-Runs of `generate` on two stages, of a few requests and of more, answer one request at a time with the plainest policy,
-and count every call of the product's functions in every process. What is called more often by as much as there are more
-requests is what each request passes; the most calls of several short runs are held against the fewest of several long
-ones, since calls that come with time vary. A form is a class of which each request makes an instance that passes
-from one file to another. A file is passed if it makes, takes or returns a form there. Events of the trace, and what the
-command makes of them after the run, report a request and do not carry it: they are left out, with all that they call.
+Runs of `generate` on two stages answer one request at a time with the plainest policy. Some runs have few requests and
+some have more. All calls of the product's functions are counted in every process. A request passes the functions whose
+number of calls grows by the number of additional requests. The most calls of several short runs are compared with the
+fewest of several long ones. The reason is that calls that depend on time vary.
+
+A form is a class of which each request makes an instance that passes from one file to another. A file is passed if it
+makes, takes or returns a form there. Events of the trace report a request and do not carry it. They are left out, with
+all that they call. So is their use by the command after the run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 FEW, MORE = 4, 12
 RUNS = 3
 REPORTING = ("analysis", "report", "sim", "trace", "tuning", "cli/runs.py")  # the last one of older commits
-# Counts calls of product code in a process that has this on its path as sitecustomize.py.
+# Counts calls of product code in a process with this on its path as sitecustomize.py.
 COUNTER = """
 import atexit, json, os, sys, threading
 from collections import Counter
@@ -117,7 +119,7 @@ sys.setprofile(profile)
 
 
 def count(root: Path, num_requests: int) -> dict[str, Counter[str]]:
-    """Instances that a run makes and carries, in all its processes."""
+    """Count the instances that a run makes and carries, in all its processes."""
     with tempfile.TemporaryDirectory() as folder:
         site, out, rows = Path(folder, "site"), Path(folder, "out"), Path(folder, "rows.jsonl")
         site.mkdir()

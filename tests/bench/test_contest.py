@@ -1,4 +1,4 @@
-"""Contests between entrants that are small scripts: turns, figures, and everything that can go wrong with one."""
+"""Contests between entrants that are small scripts: turns, figures, and every possible failure of an entrant."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = [3, 1, 4]
 
 @dataclass
 class Script:
-    """An entrant that runs a line of Python; what it prints is its answers' lengths."""
+    """An entrant that runs a line of Python; it prints the lengths of its answers."""
 
     label: str
     code: str = f"print({LENGTHS})"
@@ -131,7 +131,7 @@ def test_a_peer_is_asked_for_the_same_prompts_and_lengths(work: Work) -> None:
 
 
 def test_memory_of_children_counts_and_shared_pages_count_once() -> None:
-    # The child of a fork shares the parent's 100 MB; its own 50 come on top.
+    # The child of a fork shares the parent's 100 MB; its own 50 MB are extra.
     code = (
         "import os, sys, time\nheld = bytearray(100_000_000)\npid = os.fork()\n"
         "more = bytearray(50_000_000) if pid == 0 else None\nprint('ready', flush=True)\ntime.sleep(60)"
@@ -154,7 +154,7 @@ def test_memory_of_children_counts_and_shared_pages_count_once() -> None:
 
 
 def test_rates_are_those_of_this_machine() -> None:
-    """No figure can be asserted; but no core multiplies at 10 TFLOP/s, and none reads slower than a disk."""
+    """No exact figure can be asserted; but no core multiplies at 10 TFLOP/s, and none reads slower than a disk."""
     rates = measure_rates("float32")
     assert rates.cores >= 1 and 1e8 < rates.flops < 1e13 * rates.cores and 1e8 < rates.bytes_per_s < 1e13
 

@@ -1,4 +1,4 @@
-"""What is made of the runs of a contest."""
+"""The report over the runs of a contest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(entrant: str, number: int, wall_s: float, **more: Any) -> dict[str, Any]
 
 
 def test_each_is_held_against_the_first_of_its_own_round() -> None:
-    # The machine is twice as slow in the second round: of the ratio nothing is to be seen of that.
+    # The machine is twice as slow in the second round, and the ratio must not show it.
     runs = [run("a", 0, 10.0), run("b", 0, 5.0), run("a", 1, 20.0), run("b", 1, 10.0)]
     document = contest_document(runs, floor_s=4.0, model="m")
     summary = document["summary"]

@@ -1,4 +1,4 @@
-"""The floor against a count of every product, one by one."""
+"""The floor against a count of every product, one at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = 8 * (4 + 2 + 2) * 3 + 4 * 3 * 8 + 3 * 8 * 24
 def test_every_product_of_every_position_counts_once() -> None:
     prompt, output = 7, 5
     flops = 0.0
-    for position in range(prompt + output - 1):  # the last output token is never computed upon
+    for position in range(prompt + output - 1):  # the last output token is never used in a computation
         flops += 2 * WEIGHTS * LAYERS
         flops += LAYERS * 4 * (4 * 3) * (position + 0.5)  # half of the diagonal, as a causal product needs
     flops += output * 2 * 8 * 50

@@ -1,4 +1,4 @@
-"""The script for GPUs, on CPU and on models that are tiny: every part runs and gives its figures."""
+"""The script for GPUs, on CPU with tiny models: every part runs and gives its figures."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def renamed(part: Part, name: str) -> Part:
 
 
 def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
-    """And says what it has said so far."""
+    """The error contains its output so far."""
     hanging = "import sys, time; print('at rank 1', file=sys.stderr, flush=True); time.sleep(60)"
     monkeypatch.setattr(pipelines, "_COMMAND", (sys.executable, "-c", hanging))
     clock = SystemClock()
@@ -137,7 +137,7 @@ def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
 
 
 def test_a_difference_that_noise_hides_is_not_taken_for_nothing(monkeypatch):
-    """Both microbatches take as long, within a millisecond: a decode costs no more than that, and perhaps so much."""
+    """Both microbatches take equally long, within a millisecond: a decode costs at most that, and perhaps that much."""
     bench = Bench(CPU, torch.float32, SIZES, ManualClock(), 1.0)
     stage = SimpleNamespace(has_graphs=False, microbatch=lambda extents: lambda: None)
     monkeypatch.setattr(Bench, "large", lambda bench: stage)

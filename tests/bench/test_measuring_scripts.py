@@ -1,6 +1,7 @@
-"""The scripts that measure policies, without their sweeps: one small run of each variant, and what is made of results.
+"""The scripts that measure policies, without their sweeps: one small run of each variant, and their result tables.
 
-Also what `record.py` says of the commit. The scripts that measure real runs take minutes and are not run here.
+The file also tests what `record.py` says about the commit. The scripts that measure real runs take minutes and do not
+run here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sarathi_pp.sim.workload import parse_workload
 from tests.machine import patient
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "benchmarks"
-# Those that 10 requests, which all find a seat, tell from the whole policy.
+# Policies that differ from the whole policy even with 10 requests, all of which find a seat.
 DIFFERENT = {
     "no microbatch to spare",
     "always one to spare",
@@ -42,14 +43,14 @@ Git = Callable[..., str]
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    """By name: examples/benchmarks/ is no package, and its scripts import each other as neighbours."""
+    """Load a script by name: examples/benchmarks/ is no package, and its scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
 
 
 @pytest.fixture
 def git(monkeypatch: pytest.MonkeyPatch) -> Git:
-    """Of a repository of the test's own: a hook's git commands would reach for the one that it runs in."""
+    """Run git in the test's own repository: a hook's git commands would otherwise use the hook's repository."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     who = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false", "-c", "core.hooksPath=none")
@@ -190,7 +191,7 @@ def test_the_page_of_policies_is_made_of_the_record(load: Load) -> None:
 
 
 def test_every_work_has_balanced_and_a_rival_of_all_seeds(load: Load) -> None:
-    """Else there is nothing to compare, which shows after hours."""
+    """Otherwise there is nothing to compare, which shows only after hours."""
     comparison = load("compare_policies")
     seeds = range(31, 34)
     cases = [*comparison.offline_cases(10, seeds), *comparison.arrival_cases(10, seeds, 1.0)]
@@ -269,7 +270,7 @@ def test_what_keeps_the_cores_awake_yields_to_everything_and_outlives_nobody(loa
         for loop in loops:
             wait_until(lambda loop=loop: os.sched_getscheduler(loop) == os.SCHED_IDLE)
             group = Path(f"/proc/{loop}/autogroup")
-            if group.exists():  # else sessions do not count, and the policy is enough
+            if group.exists():  # otherwise sessions do not count, and the policy is enough
                 wait_until(lambda group=group: group.read_text().endswith("nice 19\n"))
                 assert group.read_text() != Path("/proc/self/autogroup").read_text()
     assert not any(Path(f"/proc/{loop}").exists() for loop in loops)
@@ -287,7 +288,7 @@ def test_what_keeps_the_cores_awake_ends_with_who_was_killed(load: Load) -> None
 
 
 def is_running(pid: int) -> bool:
-    """A process that has ended may stay in the table until somebody asks for its exit code."""
+    """Check if a process runs; an ended one may stay in the table until its parent reads its exit code."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -302,7 +303,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 def test_gpus_are_simulated_at_the_rates_that_were_measured_on_one(load: Load, tmp_path: Path) -> None:
-    """Half the rates take twice as long, and what does not fit is said."""
+    """Half the rates take twice as long, and the output names work that does not fit."""
     script = load("simulate_gpus")
     machine = {"device": "a GPU", "memory_bytes": 80e9}
     paths = []
@@ -321,7 +322,7 @@ def test_gpus_are_simulated_at_the_rates_that_were_measured_on_one(load: Load, t
     fast, slow = found
     assert fast["layers"][0][1] >= 16, "the last stage has the head"
     assert fast["chunk_size"] in script.CHUNK_SIZES and 0 < fast["bubble_ratio"] < 1
-    # But for launching and links, which stay.
+    # Launch and link times do not change.
     assert 0.5 <= slow["tokens_per_s"] / fast["tokens_per_s"] < 0.55
 
 
@@ -343,7 +344,7 @@ def run_of(commit: str, number: int, speed: float, token_ids: list[list[int]]) -
 
 def test_a_commit_is_compared_with_the_one_before_it_in_the_same_round(load: Load) -> None:
     other = [[1], [9]]
-    # The second round goes backwards, on a machine half as fast.
+    # The second round runs in reverse order, on a machine half as fast.
     runs = [run_of("a", 0, 100.0, [[1], [2]]), run_of("b", 0, 110.0, [[1], [2]]), run_of("c", 0, 99.0, other)]
     runs += [run_of("c", 1, 54.0, other), run_of("b", 1, 60.0, [[1], [2]]), run_of("a", 1, 50.0, [[1], [2]])]
     first, second, third = load("measure_commits").compare(("a", "b", "c"), runs)
@@ -391,7 +392,7 @@ def test_a_commit_s_own_code_runs_and_none_that_is_not_there(
     git(repository, "commit", "-qm", "moved")
     with pytest.raises(click.ClickException, match="cannot extract HEAD"):
         commits.CommitRun.lay_out("HEAD", (), tmp_path)
-    # As where PYTHONPATH does not come first.
+    # For the case that PYTHONPATH does not come first.
     monkeypatch.setattr(commits, "inherited", lambda additions: dict(os.environ))
     with pytest.raises(click.ClickException, match=r"would run .*, not the code in"):
         commits.CommitRun.lay_out(commit, (), tmp_path)

@@ -1,4 +1,4 @@
-"""Peers by name: what the command line says of them, and where they are looked for."""
+"""Peers by name: their command lines, and the places where they are searched."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_vllms_ranks_share_the_cores_out() -> None:
 
 @pytest.mark.parametrize("peer", sorted(PEERS))
 def test_a_program_imports_nothing_of_ours(peer: str) -> None:
-    """It runs in an environment that does not have it."""
+    """The program runs in an environment without our package."""
     program = Path(peers.__file__).with_name(PEERS[peer].program)
     imported = set()
     for node in ast.walk(ast.parse(program.read_text())):

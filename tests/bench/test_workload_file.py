@@ -1,4 +1,4 @@
-"""Workloads out of files, and as parts of named ones."""
+"""Workloads from files, and as parts of named ones."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def asked(prompt, output, **more):
 
 @pytest.mark.parametrize("form", ["own", "openai-chat", "openai-completion"])
 def test_answers_are_a_workload(form, tmp_path):
-    """But for lines that asked nothing of the pipeline."""
+    """Lines that asked nothing of the pipeline do not count."""
     answers = str(tmp_path / "answers.jsonl")
     sink = FileSink(
         Journal.open(answers), tokenizer=Tokenizer(None, vocab_size=64), clock=SystemClock(), model="a model"
@@ -38,7 +38,7 @@ def test_answers_are_a_workload(form, tmp_path):
         sink.finish(Row(line, str(line), form, request), Completion(request, (7,) * output, "length"), {"ttft_s": 0.1})
     sink.fail(Row(4, "4", form, error=RowError("invalid_json", "not JSON")), RowError("invalid_json", "not JSON"))
     sink.close()
-    with open(answers, "a") as file:  # as other servers refuse a request
+    with open(answers, "a") as file:  # like other servers that refuse a request
         file.write('{"response": {"status_code": 400, "body": {"error": {}}}, "error": null}\n')
     workload = read_workload(answers)
     assert list(workload.lengths()) == [(5, 2), (300, 40)] == list(workload.lengths())

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: what only a browser can tell. Skipped where there is none, except in CI."""
+"""The page in headless Chromium: checks that need a browser. Skipped if there is none, except in CI."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.analysis.schedules import Schedule, constant
 from tests.missing import missing
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Of the timeline in page.js: its left and right margin, where rows begin, their height, and that of a lane.
+# From the timeline in page.js: its left and right margin, the top of the rows, their height, and that of a lane.
 LEFT, RIGHT, TOP, ROW, LANE = 62, 14, 10, 58, 40
-# Of page.css, in the light.
+# From page.css, in the light theme.
 IDLE, NO_WORK, RECV_WAIT = (0xD0, 0xD7, 0xDF), (0xB3, 0xBB, 0xC6), (0x56, 0xB4, 0xE9)
-# As long as a slow machine may take to open a page; none is expected to.
+# The longest time that a slow machine may take to open a page; none should need it.
 OPENS_MS = 90_000
 CAUSES = {
     "ramp_s": 1.0,
@@ -61,7 +61,7 @@ Opener = Callable[..., Page]
 
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Opener]:
-    """Opens a page of runs and waits until it is drawn. At the end it must have said nothing and fetched nothing.
+    """Open a page of runs and wait until it is drawn. At the end it must have no messages and no requests.
 
     Several runs are a comparison.
     """
@@ -104,7 +104,10 @@ def run_of(traces: list[list[Event]], title: str = "a run", **further: Any) -> P
 
 
 def staircase(title: str = "a run", microbatches: int = 8, **further: Any) -> PagePart:
-    """Two stages, a second a microbatch: stage 1 is idle in the first second, stage 0 in the last. m3 only decodes."""
+    """Make two stages of one second per microbatch.
+
+    Stage 1 is idle in the first second, stage 0 in the last. m3 only decodes.
+    """
     traces = Schedule(microbatches, 2, constant(1.0)).events()
 
     def decoding(event: Event) -> Event:
@@ -125,7 +128,7 @@ def shown(page: Page) -> tuple[float, float]:
 
 
 def place(page: Page, at_s: float, row: int, top: int = TOP, down: float = LANE / 2) -> tuple[float, float]:
-    """Of an instant on a stage, in pixels of the window. down: below the upper edge of its lane."""
+    """Return the place of a time on a stage, in pixels of the window. down: below the upper edge of its lane."""
     page.locator("#timeline-view").scroll_into_view_if_needed()
     box = page.locator("#timeline-view").bounding_box() or pytest.fail("the timeline has no box")
     begin, end = shown(page)
@@ -134,7 +137,7 @@ def place(page: Page, at_s: float, row: int, top: int = TOP, down: float = LANE 
 
 
 def color(page: Page, at_s: float, row: int, down: float = LANE / 2) -> tuple[int, ...]:
-    """Of the canvas, red, green, blue and opacity."""
+    """Return the color of the canvas: red, green, blue and opacity."""
     x, y = place(page, at_s, row, down=down)
     found = page.evaluate(
         """([x, y]) => {
@@ -154,12 +157,12 @@ def hover(page: Page, at_s: float, row: int, top: int = TOP) -> Locator:
 
 
 def settled(page: Page) -> None:
-    """Two frames: whatever a change set off has been drawn."""
+    """Wait for two frames: every effect of a change is then drawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def until_shown(page: Page, condition: str) -> None:
-    """Waits until `condition`, of the range [begin, end], holds."""
+    """Wait until `condition`, of the range [begin, end], holds."""
     page.wait_for_function(f"() => {{ {RANGE} return {condition}; }}")
     settled(page)
 
@@ -199,7 +202,7 @@ def test_it_zooms_and_pans_with_wheel_drag_and_double_click(opened: Opener, widt
     until_shown(page, "end - begin < 7")
     begin, end = shown(page)
     assert begin < 4.5 < end
-    # What is drawn is of this range: the first instant shown lies in a microbatch of stage 0, as all in [0, 8] do.
+    # The drawing is of this range: the first instant shown is in a microbatch of stage 0, like all in [0, 8].
     assert color(page, 3.5, 0) != color(page, 4.5, 0)
     page.mouse.down()
     page.mouse.move(x - (150 if width > 600 else 50), y, steps=5)
@@ -307,7 +310,7 @@ def test_a_run_that_has_no_result_yet_has_a_page(opened: Opener) -> None:
     assert page.locator("#timeline-canvas").is_visible()
 
 
-# How many rectangles the next frame takes, after a turn of the wheel that changes nothing.
+# The number of rectangles in the next frame, after a turn of the wheel that changes nothing.
 _RECTANGLES = """() => new Promise((done) => {
     const canvas = CanvasRenderingContext2D.prototype, fillRect = canvas.fillRect;
     let count = 0;
@@ -330,7 +333,7 @@ _FRAMES = """() => new Promise((done) => {
 
 
 def test_two_hundred_thousand_spans_open_and_zoom(opened: Opener) -> None:
-    """What is drawn follows the pixels, not the spans; the limits of time are far beyond what is measured."""
+    """The drawing time follows the pixels, not the spans; the time limits are far above the measurements."""
     traces = Schedule(25_000, 8, lambda m, s: 0.002 + 0.001 * ((m + s) % 3) + 0.03 * (m % 7 == 0)).events()
     page = opened(run_of(traces))
     whole = shown(page)

@@ -1,6 +1,6 @@
-"""One rank of a pipeline whose processes do not find each other's sockets, as in network namespaces of their own.
+"""One rank of a pipeline whose processes cannot find each other's sockets, as in separate network namespaces.
 
-Arguments and answers are families_worker's.
+The arguments and answers are those of families_worker.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""One rank of a pipeline that says when it has loaded its slice, the last rank late, and when it counts its pages.
+"""One rank of a pipeline that prints when it has loaded its slice and when it counts its pages; the last rank loads
+late.
 
-Arguments and answers are families_worker's.
+The arguments and answers are those of families_worker.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LATE_S = 1.0
 
 
 def say(what: str) -> None:
-    """In one piece: both ranks write to the same pipe."""
+    """Print the line in one write, because both ranks write to the same pipe."""
     sys.stderr.write(f"{what} at {time.monotonic()}\n")
 
 

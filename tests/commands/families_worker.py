@@ -1,4 +1,4 @@
-"""One rank of several pipelines in turn over one set of processes: a Rank for each model.
+"""One rank of several pipelines, one after the other, over one set of processes: a Rank for each model.
 
     torchrun --nproc-per-node 2 families_worker.py PLAN ANSWERS
 
@@ -38,7 +38,7 @@ class Leaver:
 
 
 def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
-    """This rank's part of one model's run; rank 0 gets the output tokens, the others an empty list."""
+    """Run this rank's part of one model; return the output tokens on rank 0 and an empty list on other ranks."""
     clock, model_dir = SystemClock(), Path(case["model"])
     config = RunConfig(
         model=case["model"],

@@ -1,4 +1,4 @@
-"""The user's command as real processes: started by itself, or under torchrun."""
+"""The user's command as real processes: started directly, or under torchrun."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _SCRIPT = Path(sys.executable).with_name("sarathi-pp")
 _FROM_OUTSIDE = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"),
     *("SARATHI_PP_STORE", "SARATHI_PP_LAUNCHER", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    "TRITON_INTERPRET",  # of the tests of kernels, where all tests are one process
+    "TRITON_INTERPRET",  # set by tests of kernels, which all run in one process
 )
 
 
 def environment() -> dict[str, str]:
-    """One compute thread a process, and this checkout's package even where it is not installed."""
+    """Return variables for one compute thread per process and this checkout's package, even if it is not installed."""
     kept = {name: value for name, value in os.environ.items() if name not in _FROM_OUTSIDE}
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1"}
 
 
 def console_script(folder: Path) -> Path:
-    """The `sarathi-pp` that torchrun is given: the installed one, or what an installation would write."""
+    """Return the `sarathi-pp` for torchrun: the installed one, or the same script as an installation writes it."""
     if _SCRIPT.exists():
         return _SCRIPT
     script = folder / "sarathi-pp"
@@ -44,7 +44,7 @@ def console_script(folder: Path) -> Path:
 
 
 def torchrun(num_processes: int, script: Path, *options: str) -> tuple[str, ...]:
-    """torchrun on this machine; options replace those of a single agent."""
+    """Return a torchrun command for this machine; options replace those of a single agent."""
     agent = options or ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     return (str(TORCHRUN), "--nproc-per-node", str(num_processes), *agent, str(script))
 
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 def full_pipe() -> tuple[int, int]:
-    """Reader and writer of a pipe in which there is no room: whoever writes to it waits."""
+    """Return the reader and writer of a pipe that is full: each further write to it waits."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -69,7 +69,7 @@ def full_pipe() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where one `generate` reads and writes."""
+    """Files that one `generate` reads and writes."""
 
     folder: Path
 
@@ -90,9 +90,11 @@ class Files:
         self.input.write_text("".join(lines))
 
     def options(self, model: Path, *more: str) -> tuple[str, ...]:
-        """`generate` and its options, with a KV shard of a size that tests can afford.
+        """Return `generate` and its options, with a KV shard small enough for tests.
 
-        model: of a profile (.json) stages are emulated. They import no transformers, which is most of a short run.
+        Args:
+            model: a model directory, or a profile (.json) for emulated stages. Those do not import transformers, which
+                is most of the time of a short run.
         """
         files = ("--input", str(self.input), "--output", str(self.output))
         if model.suffix == ".json":
@@ -100,7 +102,7 @@ class Files:
         return ("generate", "--model", str(model), *files, "--kv-cache-memory", "16MiB", *more)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The output lines in the order of the input's."""
+        """Return the output lines in the order of the input lines."""
         rows = [json.loads(line) for line in self.output.read_text().splitlines()]
         return sorted(rows, key=lambda row: int(row["id"]))
 
@@ -108,7 +110,7 @@ class Files:
         return [tuple(row["token_ids"]) for row in self.rows()]
 
     def report(self) -> dict[str, Any]:
-        """Whose states add up to the time there was, whatever was run."""
+        """Return the report, after a check that its states add up to the available time."""
         report: dict[str, Any] = json.loads((self.run / "report.json").read_text())
         assert report["closing_error"] <= 0.01, report["closing_error"]
         return report
@@ -117,12 +119,12 @@ class Files:
         return int((self.run / "exit_code").read_text())
 
     def traces(self) -> list[Path]:
-        """Of the last attempt."""
+        """Return the traces of the last attempt."""
         return sorted(max(self.run.glob("attempt-*")).glob("trace-*.jsonl"))
 
 
 def run(command: Sequence[str], folder: Path, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
-    """The command in an empty folder, to its end; a failure shows what it said."""
+    """Run the command in an empty folder to its end; if it fails, show its output."""
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=patient(timeout_s), check=False
     )
@@ -133,10 +135,10 @@ def run(command: Sequence[str], folder: Path, timeout_s: float = 90) -> subproce
 def least_disturbed(
     measure: Callable[[Path], dict[str, Any]], folder: Path, off: Callable[[dict[str, Any]], float]
 ) -> dict[str, Any]:
-    """The report that a busy machine disturbed least, by how far `off` it is: of six runs, or the first within 0.02.
+    """Return the report with the least disturbance, measured by `off`: the best of six runs, or the first within 0.02.
 
-    Other work on the machine delays messages and stages, so the truest of several measurements is the one nearest to
-    what the schedule says; what must hold of every run is asserted in `measure`.
+    Other work on the machine delays messages and stages. So the best of several measurements is the nearest to the
+    schedule. `measure` asserts what must hold in every run.
     """
     reports: list[dict[str, Any]] = []
     for attempt in range(6):

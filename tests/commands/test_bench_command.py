@@ -1,4 +1,4 @@
-"""`bench` as a user runs it: policies and transformers itself on the same work, and what is refused before that."""
+"""`bench` as a user runs it: policies and transformers on the same work, and inputs that it refuses before that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BENCH = (*COMMAND, "bench", "--model", str(ADDER), "--workload", WORKLOAD, "--kv
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """What the command printed and what it said, and the file that it wrote."""
+    """Return the command's standard output and standard error, and the file that it wrote."""
     folder = tmp_path_factory.mktemp("bench")
     ours = ("--stages", "2", "--policy", "sarathi", "--chunk-size", "16", "--policy", "orca")
     theirs = ("--against", "transformers", "--against", "transformers:batching=continuous")
@@ -30,7 +30,7 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
 
 
 def test_all_do_the_same_work_and_give_the_same_tokens(benched: tuple[dict[str, Any], str, Path]) -> None:
-    """In float32, greedy: every policy, `generate` padded and `generate_batch` agree in every token."""
+    """In float32 with greedy sampling, every policy, `generate` padded and `generate_batch` agree in every token."""
     document, _, _ = benched
     entrants = ["sarathi 16, 2 stages", "orca, 2 stages", "transformers", "transformers:batching=continuous"]
     assert [one["entrant"] for one in document["runs"]] == list(document["summary"]) == entrants

@@ -1,4 +1,4 @@
-"""Emulated stages in real processes: what is measured is what the pipeline's recurrence says."""
+"""Emulated stages in real processes: the measured bubble follows the pipeline's recurrence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.machine import patient
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("awake")]
 
-# Long beside what a busy machine takes to pass a message on, which is a bubble too.
+# Long compared with the time a busy machine takes to pass on a message, which is a bubble too.
 MICROBATCH_S = 0.5
 SIZES = [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
 
@@ -41,7 +41,7 @@ def write_profile(path: Path, stages: int, links: list[dict[str, float]] | None 
 
 
 def emulate(folder: Path, stages: int, lengths: list[int], *options: str, **coefficients: float) -> dict[str, Any]:
-    """The report of a run whose prompts each get one token."""
+    """Return the report of a run whose prompts each get one token."""
     files = Files(folder)
     profile = write_profile(folder / "profile.json", stages, **coefficients)
     files.write_prompts([tuple(range(3, 3 + length)) for length in lengths], max_new_tokens=1)
@@ -53,7 +53,7 @@ def emulate(folder: Path, stages: int, lengths: list[int], *options: str, **coef
 
 
 def exact_bubble(times: list[float], stages: int) -> float:
-    """First in, first out, P microbatches in flight, nothing but compute."""
+    """Compute the bubble of a first-in-first-out pipeline with P microbatches in flight and no cost but compute."""
     free = [0.0] * stages
     results: list[float] = []
     for index, seconds in enumerate(times):
@@ -95,7 +95,7 @@ def test_whole_prompts_have_the_bubble_of_their_schedule_and_it_is_explained(sta
         return abs(report["causes"]["unexplained_s"]) / sum(report["causes"].values())
 
     def off(report: dict[str, Any]) -> float:
-        """0.02 where either is at its limit."""
+        """Return the error as a share of its limit, scaled so that 0.02 means at the limit."""
         return max(abs(report["bubble_ratio"] - exact), 0.2 * unexplained(report))
 
     report = least_disturbed(measure, tmp_path, off)
@@ -103,11 +103,11 @@ def test_whole_prompts_have_the_bubble_of_their_schedule_and_it_is_explained(sta
     assert unexplained(report) <= 0.1
     causes = report["causes"]
     outside_ramp = sum(causes.values()) - causes["ramp_s"]
-    assert causes["prefill_variance_s"] >= 0.7 * outside_ramp  # the rest is the machine's
+    assert causes["prefill_variance_s"] >= 0.7 * outside_ramp  # the machine causes the remaining bubble
 
 
 def test_an_edges_added_latency_is_waited_for_and_is_communication(tmp_path):
-    """One request alone: a token goes once around, over 50 ms of line to stage 1 and 100 ms back."""
+    """One request alone: a token goes once around, with 50 ms of delay to stage 1 and 100 ms back."""
     links = [{"latency_s": 0.0, "bytes_per_s": 1e10, "added_latency_s": added_s} for added_s in (0.05, 0.1)]
     profile = write_profile(tmp_path / "profile.json", 2, links, a0=0.02)
     files = Files(tmp_path)
@@ -146,7 +146,7 @@ def test_the_answer_depends_on_request_and_position_alone(tmp_path):
 
 
 def test_a_stage_that_lives_and_does_not_get_on_ends_the_run(tmp_path):
-    """Its heartbeats go on and say that it is in the same microbatch; a stage that is silent is in tests/faults/."""
+    """The stage's heartbeats show that it stays in the same microbatch. tests/faults/ tests a silent stage."""
     profile = json.loads(write_profile(tmp_path / "profile.json", 2, a0=0.01).read_text())
     profile["stages"][1]["a0"] = 1000.0
     (tmp_path / "profile.json").write_text(json.dumps(profile))

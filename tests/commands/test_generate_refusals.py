@@ -1,4 +1,4 @@
-"""What `sarathi-pp generate` refuses, with which exit code and words; and bad rows beside good ones."""
+"""Inputs that `sarathi-pp generate` refuses, with their exit codes and messages; and bad rows next to good ones."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ def prompts(tmp_path):
 
 
 def refuse(capsys, *arguments):
-    """Exit code and standard error of a command that must end before it loads anything."""
+    """Return exit code and standard error of a command that must end before it loads anything."""
     with pytest.raises(SystemExit) as left:
         main(["generate", *map(str, arguments)])
     said = capsys.readouterr()
@@ -33,7 +33,7 @@ def refuse(capsys, *arguments):
 
 
 def copy_model(tmp_path, **changed):
-    """The adder with some keys of its config.json changed."""
+    """Copy the adder and change some keys of its config.json."""
     model = tmp_path / "model"
     shutil.copytree(ADDER, model)
     config = json.loads((model / "config.json").read_text())
@@ -119,7 +119,7 @@ def test_pickled_weights_and_missing_shards(tmp_path, capsys, prompts):
 
 @pytest.mark.timeout(120)
 def test_a_start_that_was_refused_is_not_in_the_way_of_the_next(tmp_path, prompts):
-    """Refused by the workers, who alone know torch: said once, and the corrected command runs."""
+    """The workers refuse it, because only they know torch. The error appears once, and the corrected command runs."""
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(ADDER), "--stages", "2", "--quiet"]
     command += ["-i", str(prompts), "-o", str(out)]
@@ -147,7 +147,7 @@ def test_a_size_beyond_all_use_is_the_largest_of_use(tmp_path, prompts):
 
 @pytest.mark.timeout(120)
 def test_bad_rows_get_their_error_and_the_others_their_answer(tmp_path):
-    """Too long for the model, or for the pool; not JSON, unknown key, illegal id, empty list, no Unicode."""
+    """Bad rows: too long for the model or the pool, no JSON, unknown key, illegal id, empty list, no Unicode."""
     rows = [
         '{"id": "good", "prompt": "12+30="}',
         '{"id": "long", "prompt": "' + "1+1=2\\n" * 60 + '1+2="}',
@@ -259,7 +259,7 @@ def test_a_stream_that_is_no_lines_takes_nothing_away_and_does_not_stand_in_the_
 
 
 def test_a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so(tmp_path):
-    """Where the directory cannot be written, nobody can take it out of the file."""
+    """If the user cannot write to the model directory, the user cannot remove the penalty from the file."""
     model = copy_model(tmp_path)
     settings = {"eos_token_id": 3, "repetition_penalty": 1.05, "max_length": 9}
     (model / "generation_config.json").write_text(json.dumps(settings))
@@ -275,6 +275,6 @@ def test_a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says
         lines = [json.loads(line) for line in (tmp_path / f"{code}.jsonl").read_text().splitlines()]
         found[code] = {line["id"]: line for line in lines}
     assert found[3]["asks"]["error"]["code"] == "unsupported_setting"
-    # 7 tokens of prompt, its BOS included, and 2 of max_length 9.
+    # The prompt has 7 tokens with its BOS, and 2 are left of a max_length of 9.
     answers = (found[3]["off"], found[0]["off"], found[0]["asks"])
     assert [(one["text"], one["num_prompt_tokens"], one["num_output_tokens"]) for one in answers] == [("42", 7, 2)] * 3

@@ -1,4 +1,4 @@
-"""Nothing grows with the number of rows once a run is on its way: not memory, not the trace, not a queue."""
+"""Memory, trace and queues do not grow with the number of rows after a run has started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def traced_bytes() -> int:
 
 @dataclass
 class Sampler:
-    """What there is of everything after each tenth of the rows."""
+    """Samples of all sizes, taken after each tenth of the rows."""
 
     measure: Any
     trace: Path
@@ -77,7 +77,7 @@ def write_rows(path: Path, num_rows: int, *, named: bool) -> None:
 
 
 def answer(folder: Path, num_rows: int, measure: Any, *, named: bool) -> tuple[Sampler, dict[str, Any]]:
-    """A run of tiny rows on a stage that takes no time; returns what was sampled, and the report."""
+    """Run tiny rows on a stage that takes no time; return the samples and the report."""
     write_rows(folder / "in.jsonl", num_rows, named=named)
     clock, tokenizer = SystemClock(), Tokenizer(None, vocab_size=VOCAB)
     nothing = replace(PROFILE, num_layers=4, cost=CostModel(1, (StageCost((0, 4), 0, 0, 0, 0, 0),)))
@@ -121,7 +121,7 @@ def check(sampler: Sampler, report: dict[str, Any], most_growth_bytes: int) -> N
 
 @pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.full), True])
 def test_nothing_grows_with_the_number_of_rows(named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An id that an input names takes 16 bytes. Rows on their way come and go: the fewer, the clearer the rest."""
+    """An id that an input names takes 16 bytes. Few rows in flight keep the other figures steady."""
     num_rows, on_their_way_bytes = 10_000, 300_000
     monkeypatch.setattr("sarathi_pp.outputs.sink._QUEUE_ROWS", SEATS)
     tracemalloc.start()

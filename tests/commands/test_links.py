@@ -1,4 +1,4 @@
-"""torchrun over several hosts, whose wires have rates: what one process answers, whatever the link."""
+"""torchrun over several hosts whose network links have rates: the answers equal those of one process on any link."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.machine import patient
 pytestmark = pytest.mark.timeout(300)
 
 MODEL = ROOT / "examples" / "tiny-adder"
-# Enough to lose a host in their midst.
+# Enough rows to lose a host before they are all answered.
 NUM_ROWS = 120
 OPTIONS = ("--dtype", "float32", "--chunk-size", "32", "--max-num-seqs", "16", "--max-new-tokens", "12", "--ignore-eos")
 RATES = {"unshaped": None, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 PEER_TIMEOUT_S = 4.0
-# What is promised, three times over: a timeout, what ranks take to end, and what torchrun gives them.
+# Three times the promise: a timeout, the time until ranks end, and torchrun's grace period.
 LOST_END_S = 3 * (PEER_TIMEOUT_S + 5.0 + 5.0)
 
-# Of a message from one host to the other.
+# Delay of a message from one host to the other.
 DELAY_S = 2e-3
 
 Answers = dict[str, list[int]]
@@ -59,7 +59,7 @@ def files_in(folder: Path) -> Files:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedFiles(Files):
-    """Of two stages that sleep. added_s: to the way of a message from either to the other."""
+    """Files of a run with two stages that sleep. added_s: extra delay of each message between them."""
 
     added_s: float = 0.0
 
@@ -85,7 +85,7 @@ class EmulatedFiles(Files):
 
 
 def answers(files: Files) -> Answers:
-    """By id, each of which has one line."""
+    """Return the answers by id; each id must have exactly one line."""
     rows = [json.loads(line) for line in files.output.read_text().splitlines()]
     found = {row["id"]: row["token_ids"] for row in rows}
     assert len(found) == len(rows)
@@ -103,7 +103,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @dataclass
 class Agents:
-    """One torchrun a host; each host writes into a directory of its own."""
+    """One torchrun per host; each host writes into a directory of its own."""
 
     files: Files
     processes: list[subprocess.Popen[str]]
@@ -127,7 +127,7 @@ def own_run(files: Files, host: int) -> Path:
 
 
 class Started:
-    """Agents from entering to leaving; whatever is left of them is ended."""
+    """Agents from entering to leaving the context; on leaving, agents that still run are ended."""
 
     def __init__(
         self, hosts: Hosts, files: Files, processes: Sequence[int], *options: str, elastic: bool = False
@@ -158,7 +158,7 @@ class Started:
 
 
 def finished(agents: Agents) -> dict[str, Any]:
-    """What run.json holds, when all have ended well."""
+    """Return the content of run.json after all processes ended well."""
     said = agents.end()
     assert [process.returncode for process in agents.processes] == [0] * len(agents.processes), said
     found: dict[str, Any] = json.loads((agents.files.run / "run.json").read_text())
@@ -209,8 +209,10 @@ def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_pat
 
 
 def test_a_delay_between_hosts_changes_no_answer_and_is_communication(two, tmp_path):
-    """One request at a time: every token goes to the other host and back. Where the kernel delays nothing, the channel
-    does, and the rest is the same."""
+    """One request at a time: every token goes to the other host and back.
+
+    If the kernel cannot delay packets, the channel delays messages instead, and the same checks hold.
+    """
     by_kernel = two.can_delay()
     files, alone = EmulatedFiles(tmp_path / "two", 0.0 if by_kernel else DELAY_S), EmulatedFiles(tmp_path / "one")
     for each in (files, alone):
@@ -227,15 +229,15 @@ def test_a_delay_between_hosts_changes_no_answer_and_is_communication(two, tmp_p
     report = files.report()
     there, back = report["links"]
     assert there["between_hosts"] and back["between_hosts"]
-    # Both ways together, since what the clocks are off is too much on the one and missing on the other.
+    # Both directions together, because a clock error adds to one direction what it takes from the other.
     assert there["transfer_s"]["p50"] + back["transfer_s"]["p50"] >= 2 * DELAY_S
-    # Once around for each token, and two stages wait meanwhile: as much as one of them does is there on any machine.
+    # Each token goes once around while two stages wait, so any machine shows at least one stage's wait.
     assert report["causes"]["communication_s"] >= 2 * DELAY_S * report["microbatches"]
 
 
 @pytest.mark.full
 def test_unequal_hosts_share_the_layers_by_measured_speed(two, expected, tmp_path):
-    """Two processes on one host and one on the other, which takes three times as long for a layer."""
+    """Two processes run on one host and one on the other, which takes three times as long per layer."""
     files = files_in(tmp_path)
     config = json.loads((MODEL / "config.json").read_text())
     layers = config["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""A policy of the user's own, in the directory where a command is started: every process of the run finds it."""
+"""A policy of the user's own, in the directory where a command starts: every process of the run finds it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def simulate(folder: Path, policy: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_current_directory_is_searched_last(folder: Path) -> None:
-    """`python -P` leaves it out. A file in it does not hide an installed module."""
+    """`python -P` leaves the directory out. A file in it does not hide an installed module."""
     (folder / "tabnanny.py").write_text(MINE)
     done = simulate(folder, "own_policy:Mine")
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_a_worker_of_an_llm_finds_it(folder: Path) -> None:
 
 
 def test_a_worker_of_an_llm_that_does_not_find_it_says_so(folder: Path) -> None:
-    """Python looks beside the program; its workers look where it was started."""
+    """Python searches the program's directory; the workers search the directory where the program was started."""
     (folder / "program.py").write_text(LIBRARY.format(model=str(ROOT / "examples" / "tiny-adder")))
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -103,7 +103,7 @@ def test_a_run_ends_with_an_error_that_names_the_policy_and_the_rule_it_broke(fo
 
 
 def test_a_rank_whose_host_does_not_have_it_refuses_to_join() -> None:
-    """Rank 0 has checked its own; the others hear of the refusal."""
+    """Rank 0 has checked its own copy of the policy; the other ranks get the refusal."""
     job = BatchOptions(RunConfig(model="m", policy="on_other_hosts_only:Mine"), "in.jsonl", "out.jsonl")
     with pytest.raises(ConfigError, match="there is no module on_other_hosts_only"):
         follow(job)

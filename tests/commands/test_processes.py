@@ -1,4 +1,4 @@
-"""The same tokens from real processes over gloo, started in every way a user starts them."""
+"""The same tokens from real processes over gloo, started in every way that a user starts them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def expect(files: Files, known: Reference, stages: int) -> None:
-    """The answers, and the run directory that goes with them."""
+    """Check the answers and the run directory that belongs to them."""
     rows = files.rows()
     assert files.tokens() == list(known.outputs)
     assert [row["id"] for row in rows] == [str(number + 1) for number in range(len(known.prompts))]
     assert {(row["text"], row["finish_reason"]) for row in rows} == {(None, "length")}
     assert [row["num_prompt_tokens"] for row in rows] == [len(prompt) for prompt in known.prompts]
     assert files.exit_code() == 0
-    # Which, like the references, may be the oldest one.
+    # Like the references, this may be the oldest supported version.
     assert json.loads((files.run / "run.json").read_text())["transformers"] == version("transformers")
     report = files.report()
     assert (report["stages"], len(report["per_stage"]), report["failed"]) == (stages, stages, 0)
@@ -117,11 +117,11 @@ def test_half_precision_runs(dtype, reference, tmp_path):
     tokens = files.tokens()
     assert {len(output) for output in tokens} == {NEW_TOKENS}
     same = sum(output[0] == exact[0] for output, exact in zip(tokens, known.outputs, strict=True))
-    assert same >= 20  # of 24 first tokens: near float32, not equal to it
+    assert same >= 20  # of 24 first tokens: near float32, but not equal
 
 
 def test_two_agents_with_run_directories_of_their_own_make_one_run(reference, tmp_path):
-    """Twice: what the first run left on the second host is in nobody's way."""
+    """The test runs twice: files of the first run on the second host do not disturb the second run."""
     known, files = reference("llama"), Files(tmp_path)
     files.write_prompts(known.prompts)
     script = console_script(tmp_path)
@@ -148,9 +148,9 @@ def test_two_agents_with_run_directories_of_their_own_make_one_run(reference, tm
         assert copied.read_bytes() == own.read_bytes()
 
 
-@pytest.mark.timeout(600)  # by itself it also makes transformers' answers for all families
+@pytest.mark.timeout(600)  # run alone, it also makes transformers' answers for all families
 def test_every_family_runs_as_two_processes(reference, tmp_path):
-    """One start for all: the processes join once, and each family is a Job of its own over fresh edges."""
+    """One start for all families: the processes join once, and each family is a Job of its own over new edges."""
     plan = tmp_path / "plan.json"
     answers = tmp_path / "answers.json"
     known = [reference(family) for family in FAMILIES]
@@ -173,7 +173,7 @@ def test_every_family_runs_as_two_processes(reference, tmp_path):
 
 
 def test_pages_are_counted_when_all_that_share_the_memory_have_loaded(reference, tmp_path):
-    """Who counts before another one has loaded would give away the room of its weights."""
+    """A rank that counts pages before another rank has loaded would give away the memory for that rank's weights."""
     known, plan, answers = reference("llama"), tmp_path / "plan.json", tmp_path / "answers.json"
     case = {
         "model": str(known.directory),

@@ -29,7 +29,7 @@ SMALL = ("--kv-cache-memory", "4MiB", "--max-num-seqs", "16", "--max-model-len",
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the profile of two stages and the run that made it, and what the command printed."""
+    """Return a folder with a profile of two stages and the run that made it, and the command's output."""
     folder = tmp_path_factory.mktemp("profile")
     options = ("--model", str(ADDER), "--stages", "2", "-o", "profile.json", "--run-dir", "run", "--json", *SMALL)
     done = run((*COMMAND, "profile", *options), folder, timeout_s=170)
@@ -42,7 +42,7 @@ def test_a_profile_holds_what_the_pipeline_is_and_what_its_stages_take(measured:
     folder, document = measured
     data = json.loads((folder / "profile.json").read_text())
     profile = Profile.from_json(data)
-    assert {**document, **data} == document  # the document is the profile and more
+    assert {**document, **data} == document  # the document holds the profile and more
     assert (profile.num_layers, profile.hidden_size, profile.dtype, profile.device) == (5, 64, "float32", "cpu")
     assert [stage.layers for stage in profile.cost.stages] == [(0, 3), (3, 5)]
     assert [stage.page_bytes for stage in profile.cost.stages] == [3 * 4096, 2 * 4096]
@@ -81,7 +81,7 @@ def test_generate_uses_it_for_what_is_auto(measured: tuple[Path, dict[str, Any]]
     uneven = tmp_path / "uneven.json"
     heavy = [profile.cost.stages[0], profile.cost.stages[1]]
     data = profile.to_json()
-    data["stages"][1]["a0"] = 100 * (heavy[0].a0 + heavy[1].a0 + 1e-3)  # a head that only one layer can stand beside
+    data["stages"][1]["a0"] = 100 * (heavy[0].a0 + heavy[1].a0 + 1e-3)  # leaves room for one layer there
     uneven.write_text(json.dumps(data))
     options = files.options(ADDER, "--stages", "2", "--profile", str(uneven), "--policy", "sarathi", "--quiet")
     run((*COMMAND, *options), tmp_path)
@@ -139,7 +139,7 @@ def test_stages_that_two_ranks_hold_together_are_measured_with_their_sums(tmp_pa
     (trace,) = (tmp_path / "run").glob("attempt-0000/trace-*.jsonl")
     spans = [event for event in read_trace(trace) if isinstance(event, Compute)]
     sums_s = median(event.collective_s for event in spans if event.collective_s is not None)
-    # Ten sums a microbatch are most of what a token takes here, so a fit without them would be far below this.
+    # Ten sums per microbatch are most of a token's time here. A fit without them would be far below this.
     assert sums_s > 0 and profile.cost.seconds(0, _chunk(1)) > 0.5 * sums_s
     found = json.loads(run((*COMMAND, "plan", *shape, "--profile", "profile.json", "--json"), tmp_path).stdout)
     assert found["notes"] == [] and found["tensor_parallel_size"] == 2

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def expect(files: Files, known: Reference, replicas: int, stages: int) -> None:
-    """The answers, and a report in which everything of every replica is counted once."""
+    """Check the answers, and a report that counts everything of every replica once."""
     assert files.tokens() == list(known.outputs)
     assert files.exit_code() == 0
     report = files.report()

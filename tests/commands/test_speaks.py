@@ -1,4 +1,4 @@
-"""A command shows what it is doing from its first second on, and is never silent for long."""
+"""A command shows its work from its first second on and is never silent for long."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.machine import patient
 from tests.warm.start import start_cold
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
-# Three times what is promised: a line within one second of the start, and no more than five seconds without one.
+# Three times the promise: a line within one second of the start, and at most five seconds without one.
 FIRST_S, SILENT_S = 3.0, 15.0
 
 pytestmark = pytest.mark.timeout(280)
 
 
 class Spoken:
-    """A command and the lines that it prints to standard error, with their times since its start."""
+    """A command, and its lines on standard error with their times since its start."""
 
     def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         self.lines: list[tuple[float, str]] = []
@@ -101,7 +101,7 @@ def test_while_a_rank_is_missing_its_number_and_the_address_are_shown(tmp_path: 
 
 
 def test_a_rank_without_rank_0_shows_whom_it_waits_for(tmp_path: Path) -> None:
-    """It is the first rank of another host."""
+    """The rank is the first one of another host."""
     port = free_port()
     job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

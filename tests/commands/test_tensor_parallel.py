@@ -1,4 +1,4 @@
-"""Stages that several ranks hold together, as real processes: the tokens of transformers, and what a loss does."""
+"""Stages that several ranks share, as real processes: the tokens of transformers, and the effect of a lost rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_under_torchrun_the_stages_are_what_the_ranks_leave(shape, reference, tm
 
 @pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_lost_shard_ends_the_run_with_its_name(rank, reference, tmp_path):
-    """1 is the other rank of the coordinator's stage, 3 that of the last one, which sends no results."""
+    """Rank 1 is the other rank of the coordinator's stage. Rank 3 belongs to the last stage and sends no results."""
     known, files = reference("llama"), Files(tmp_path)
     files.write_prompts([prompt for _ in range(20) for prompt in known.prompts])
     shape = ("--stages", "2", "--tensor-parallel-size", "2", "--max-new-tokens", "40", "--ignore-eos")

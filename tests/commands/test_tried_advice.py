@@ -1,4 +1,4 @@
-"""Advice that is tried on the simulator. A run that other work disturbs is not what is simulated, and gets none."""
+"""Advice that is tried on the simulator; a run that other work disturbs differs from its simulation and gets none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("awake")]
 
 
 def test_advice_is_tried_with_what_the_run_allowed(tmp_path: Path) -> None:
-    """One seat for twelve requests, of which `report` hears from run.json alone."""
+    """The run had one seat for twelve requests, and `report` learns this limit from run.json alone."""
     run(command(tmp_path, 2, "--quiet", "--max-num-seqs", "1"), tmp_path)
     files = Files(tmp_path)
     first = json.loads((files.run / "report.json").read_text())

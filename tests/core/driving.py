@@ -1,7 +1,7 @@
-"""A coordinator driven by a stand-in pipeline whose tokens depend on (request, position) alone.
+"""A coordinator driven by a simulated pipeline whose tokens depend only on (request, position).
 
-Whatever the policy, the page pool and the arrival times, the output of each request must then be the same:
-that is the scheduling half of exactness, proven without a model.
+The output of each request must be the same for every policy, page pool and set of arrival times.
+This proves the scheduling half of exactness without a model.
 """
 
 from collections import deque
@@ -21,10 +21,13 @@ def drawn_token(index: int, position: int) -> int:
 
 
 def check_answer(completion: Completion, limits: Limits) -> None:
-    """Assert that an answer is that of an unlimited KV cache, or the error that says that this one cannot hold it."""
+    """Assert that an answer equals that of an unlimited KV cache.
+
+    Otherwise it must be the error that this cache cannot hold it.
+    """
     request = completion.request
     output, reason = expected_output(request, limits.max_model_len)
-    # The last token is never computed on, so it needs no place.
+    # The last token is never an input, so it needs no place.
     room = limits.num_pages * limits.page_size - len(request.prompt_token_ids) + 1
     if len(output) <= room:
         assert (completion.token_ids, completion.finish_reason, completion.error_code) == (output, reason, None)
@@ -47,7 +50,7 @@ def expected_output(request: Request, limit: int) -> tuple[tuple[int, ...], str]
 
 
 class StandInPipeline:
-    """Stages that check what real ones rely on: contiguous KV, pages for every position, one owner a page."""
+    """Stages that check what real ones rely on: contiguous KV, pages for every position, one owner per page."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -98,7 +101,8 @@ def drive(coordinator, requests, arrivals):
         elif inflight:
             finished(coordinator.complete(pipeline.run(inflight.popleft())))
         else:
-            # A policy may wait for a result, never for nothing: with none in flight, whatever is there must run.
+            # A policy may wait for a result, but only if one is in flight. With none in flight, any ready work must
+            # run.
             assert not coordinator.unfinished, f"stuck: {coordinator.idle_reason}"
         for sequence in coordinator._running.values():
             assert 0 <= sequence.done <= sequence.issued <= sequence.known
@@ -108,7 +112,7 @@ def drive(coordinator, requests, arrivals):
 
 
 def check_sums(coordinator):
-    """What the coordinator keeps count of, against a count."""
+    """Compare the coordinator's running totals with a full count."""
     running, waiting = coordinator._running.values(), coordinator._waiting
     past = [s.known for s in running if s.issued >= s.num_prompt]
     assert coordinator.held_tokens == sum(s.issued for s in running)
@@ -119,7 +123,10 @@ def check_sums(coordinator):
 def run_golden(
     spec, *, stages, chunk_size, prompts, outputs, arrivals=None, max_num_seqs=4, num_pages=64, page_size=16
 ):
-    """The schedule of one small workload, as text; all arrive at the start unless told."""
+    """Return the schedule of one small workload as text.
+
+    All requests arrive at the start unless `arrivals` is given.
+    """
     limits = Limits(stages, chunk_size, max_num_seqs, 256, page_size, num_pages, stages)
     coordinator = Coordinator(limits, make_policy(spec))
     requests = [

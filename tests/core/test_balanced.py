@@ -1,4 +1,4 @@
-"""What `balanced` promises: equal time, by the cost model it is given. Its tokens are checked with all policies'."""
+"""The promise of `balanced`: equal time, by the cost model it is given. The tests of all policies check its tokens."""
 
 from dataclasses import replace
 from random import Random
@@ -45,14 +45,14 @@ def test_totals_are_whole_tiles_while_prompts_last():
 
 
 def test_prompt_tokens_go_with_decodes_as_prompts_to_outputs():
-    """n = b * (1 + P:D), b = (8 sequences - 1) / 2 in flight, P:D = 15: 56 tokens, once requests have finished."""
+    """n = b * (1 + P:D), b = (8 sequences - 1) / 2 in flight, P:D = 15: 56 tokens, after requests have finished."""
     batches = schedule(model(16, a1=1e-4), requests(60, 150, 10))
     middle = batches[len(batches) // 3 : 2 * len(batches) // 3]
     assert 48 <= sum(m.num_tokens for m in middle) / len(middle) <= 80
 
 
 def test_one_seat_is_for_the_prompt_that_is_computed():
-    """With prompt tokens for as many decodes as there are seats, decodes take them all time and again."""
+    """If prompt tokens were computed for a decode in every seat, decodes would repeatedly take all seats."""
     prompts = [Random(i).randrange(80, 240) for i in range(400)]
     work = [replace(requests(1, prompt, prompt // 20)[0], index=i) for i, prompt in enumerate(prompts)]
     batches = schedule(model(1, a0=5e-3, a1=5e-4), work, num_pages=10_000)
@@ -62,7 +62,7 @@ def test_one_seat_is_for_the_prompt_that_is_computed():
 
 
 def test_decodes_are_shared_by_the_keys_they_read_not_by_count():
-    """Four long sequences and four short ones: the time of decoding cohorts differs less than their number."""
+    """With four long sequences and four short ones, the times of decoding cohorts differ less than their sizes."""
     cost = model(16, a3=1e-5)
     long, short = requests(4, 900, 60), requests(8, 60, 60)[4:]
     batches = schedule(cost, [*long, *short])
@@ -73,7 +73,7 @@ def test_decodes_are_shared_by_the_keys_they_read_not_by_count():
 
 
 def test_decodes_are_shared_by_what_they_cost_the_slowest_stage():
-    """The same where only the second stage, the slower one, is any longer for what a decode reads."""
+    """The same holds if reading more keys takes time only on the second, slower stage."""
     cost = model(16, a3=1e-5)
     cost = CostModel(16, (replace(cost.stages[0], a3=0.0), replace(cost.stages[1], a0=2e-3)))
     long, short = requests(4, 900, 60), requests(8, 60, 60)[4:]
@@ -83,7 +83,7 @@ def test_decodes_are_shared_by_what_they_cost_the_slowest_stage():
 
 
 def issued(run, polls=0):
-    """Each microbatch as it is issued, with how many are in flight then; where there is none, it is asked for again."""
+    """Yield each microbatch when it is issued, with the number in flight then. If there is none, ask again."""
     pipeline, inflight = StandInPipeline(run.limits), []
     while run.unfinished:
         microbatch = run.next_microbatch()
@@ -98,7 +98,7 @@ def issued(run, polls=0):
 
 @pytest.mark.parametrize("polls", [1, 3])
 def test_the_schedule_does_not_depend_on_how_often_it_is_asked(polls):
-    """While nothing is there, while prompts are awaited and while results are."""
+    """Extra calls are made without work, while prompts are awaited and while results are awaited."""
 
     def batches(polls):
         run = coordinator(model(16, a0=1e-4), stages=4, inflight=5)
@@ -112,14 +112,17 @@ def test_the_schedule_does_not_depend_on_how_often_it_is_asked(polls):
 
 
 def test_prompts_get_on_where_decodes_alone_would_fill_the_size():
-    """Microbatches cost nothing by themselves, so the smallest are as good as any, and 64 requests decode for long."""
+    """Microbatches have no fixed cost, so the smallest are as good as any. 64 requests decode for long."""
     batches = schedule(model(1, a0=0.0), requests(64, 64, 200), max_num_seqs=64)
     assert all(m.num_prefill_tokens for m in batches[:100])
     assert sum(m.num_prefill_tokens for m in batches[: len(batches) // 2]) == 64 * 64
 
 
 def inflight_counts(cost, work, **limits):
-    """Microbatches in flight and prompts that wait, after each microbatch of a run of 2 stages that may have 3."""
+    """Return microbatches in flight and waiting prompts after each microbatch.
+
+    The run has 2 stages and may have 3 in flight.
+    """
     run = coordinator(cost, inflight=3, **limits)
     for request in work:
         run.submit(request)
@@ -134,7 +137,7 @@ def test_one_microbatch_more_is_in_flight_while_prompts_last():
 
 
 def test_none_more_where_only_outputs_are_left():
-    """The decodes of the last requests are cut into as many cohorts as there are stages."""
+    """The decodes of the last requests are cut into one cohort per stage."""
     seen = inflight_counts(model(16), requests(8, 60, 60), max_num_seqs=16)
     assert {waiting for _, waiting in seen} == {0}
     assert max(count for count, _ in seen) == 2
@@ -142,14 +145,14 @@ def test_none_more_where_only_outputs_are_left():
 
 @pytest.mark.parametrize("a0, most", [(0.1, 2), (1e-5, 3)])
 def test_none_more_where_seats_are_short_and_microbatches_dear(a0, most):
-    """Three cohorts of decodes instead of two are half as many again a0, for the same tokens."""
+    """Three cohorts of decodes instead of two cost half as many a0 again, for the same tokens."""
     seen = inflight_counts(model(1, a0=a0), requests(60, 100, 25), max_num_seqs=12)
     assert max(count for count, waiting in seen if waiting > 12) == most
 
 
 @pytest.mark.parametrize("slower, most", [(2.1, 2), (1.9, 3)])
 def test_none_more_where_one_stage_sets_the_pace_by_half_a_microbatch(slower, most):
-    """Of two stages the quick one is done with a microbatch sooner by 1 - 1 / slower of the slow one's time."""
+    """The faster of two stages ends a microbatch sooner by 1 - 1 / slower of the slow one's time."""
     cost = model(16, a1=1e-4)
     cost = replace(cost, stages=(cost.stages[0], cost.stages[1].scaled(slower)))
     seen = inflight_counts(cost, requests(40, 600, 15), max_num_seqs=16, chunk_size=128)
@@ -158,7 +161,7 @@ def test_none_more_where_one_stage_sets_the_pace_by_half_a_microbatch(slower, mo
 
 @pytest.mark.parametrize("slow, most", [((3,), 8), ((2, 5), 9)])
 def test_a_stage_sets_the_pace_only_where_no_other_is_as_slow(slow, most):
-    """Two of eight wait for each other."""
+    """Two equally slow stages of eight wait for each other."""
     cost = model(16, a1=1e-4, stages=8)
     cost = replace(cost, stages=tuple(s.scaled(1.2) if i in slow else s for i, s in enumerate(cost.stages)))
     run = coordinator(cost, stages=8, inflight=9, max_num_seqs=64, chunk_size=128)
@@ -169,7 +172,7 @@ def test_a_stage_sets_the_pace_only_where_no_other_is_as_slow(slow, most):
 
 
 def test_a_bound_on_the_time_between_tokens_is_kept():
-    """Room for four tiles of 16 beside each cohort, where without a bound there are more."""
+    """The bound leaves room for four tiles of 16 per cohort. Without a bound there are more."""
     cost, work = model(16), requests(30, 400, 20)
 
     def slowest(spec):
@@ -182,7 +185,7 @@ def test_a_bound_on_the_time_between_tokens_is_kept():
 
 @pytest.mark.parametrize("costs", [dict(a2=2e-6), dict(a3=1e-5), dict(a4=3e-4), dict(a2=1e-6, a3=5e-6, a4=1e-4)])
 def test_whatever_costs_time_counts_against_the_bound(costs):
-    """The share of each of two in flight, less the tenth in hand; what fills the decodes' last tile comes free."""
+    """Each of two in flight gets its share, less the tenth in reserve. Filling the decodes' last tile is free."""
     cost, work, share_s = model(16, **costs), requests(20, 300, 12), 0.9 * 0.02 / 2
 
     def free(m):
@@ -210,7 +213,7 @@ def test_a_bound_leaves_what_the_ridge_makes_free():
 
 @pytest.mark.parametrize("tile", [1, 16])
 def test_a_bound_that_decodes_alone_break_starves_nobody(tile):
-    """The decodes fill whole tiles, and still prompts get on."""
+    """The decodes fill whole tiles, and prompts still progress."""
     batches = schedule(model(tile), requests(64, 64, 100), max_num_seqs=64, spec="balanced:tbt_slo=1e-4")
     assert all(m.num_prefill_tokens for m in batches[:200])
 
@@ -218,7 +221,7 @@ def test_a_bound_that_decodes_alone_break_starves_nobody(tile):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("room_s", [0.0625, 0.18])
 def test_a_bound_is_kept_on_every_stage(order, room_s):
-    """Of two, one is slower for up to 33 tokens and the other for more; the bound falls to one or the other."""
+    """One of two stages is slower up to 33 tokens, the other above. The bound applies to each in turn."""
     unequal = (StageCost((0, 1), 0.06, 1e-4, 0.0, 0.0, 0.0), StageCost((1, 2), 0.03, 1e-3, 0.0, 0.0, 0.0))
     cost = CostModel(1, tuple(unequal[stage] for stage in order))
     batches = schedule(cost, requests(30, 400, 5), max_num_seqs=16, spec=f"balanced:tbt_slo={2 * room_s / 0.9}")
@@ -228,7 +231,7 @@ def test_a_bound_is_kept_on_every_stage(order, room_s):
 
 @pytest.mark.parametrize("inflight", [1, 2, 4])
 def test_a_bound_counts_every_stage_that_a_token_passes_however_few_are_in_flight(inflight):
-    """Four stages: a microbatch may take a quarter of the bound on each, also where fewer share them."""
+    """With four stages, a microbatch may take a quarter of the bound on each, also if fewer are in flight."""
     cost = model(1, stages=4, a0=0.01, a1=1e-3)
     bound_s = 4 * 0.05 / 0.9
     work = requests(12, 400, 5)
@@ -237,7 +240,7 @@ def test_a_bound_counts_every_stage_that_a_token_passes_however_few_are_in_fligh
 
 
 def test_stages_that_seem_to_cost_nothing_are_no_reason_to_stop():
-    """A profile may say so, and so may costs learnt from spans that attention alone explains."""
+    """A profile may show zero cost. So may costs fitted to spans that attention alone explains."""
     assert len(schedule(model(16, a0=0.0, a1=0.0), requests(4, 50, 3))) > 3
 
 
@@ -253,21 +256,24 @@ def test_a_small_ceiling_is_kept(chunk_size):
 
 
 def test_a_larger_size_must_pay():
-    """Where a microbatch costs nothing by itself, larger ones bring nothing and cost latency."""
+    """If a microbatch has no fixed cost, larger ones gain nothing and add latency."""
     batches = schedule(model(16, a0=0.0), requests(30, 400, 4))
     assert max(m.num_tokens for m in batches) == 16
 
 
 @pytest.mark.parametrize("count", [1, 30])
 def test_no_size_is_below_the_ridge(count):
-    """Tokens up to there cost nothing, for a single prompt as in a steady state."""
+    """Tokens up to the ridge cost nothing, for a single prompt and in a steady state."""
     batches = schedule(replace(model(1, a0=0.0), ridge=64), requests(count, 400, 4))
     prompts = [m.num_tokens for m in batches if m.num_prefill_tokens]
     assert prompts[len(prompts) // 2] == max(prompts) == 64
 
 
 def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():
-    """Fewer microbatches against a longer ramp: within 3 % of the best size, and well below it."""
+    """Fewer microbatches are traded against a longer ramp.
+
+    The time is within 3 % of the best, with a size well below it.
+    """
     batches = schedule(model(1, a0=0.1), requests(32, 640, 2), max_num_seqs=64, chunk_size=4096)
     ends = {size: (32 * 640 / size + 1) * (0.1 + 1e-3 * size) for size in range(16, 4096, 16)}
     best = min(ends, key=lambda size: ends[size])
@@ -277,14 +283,14 @@ def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():
 
 
 def test_a_burst_keeps_the_size_that_it_began_with():
-    """To fall to smaller microbatches costs a stage the same wait now or at the end, where what is left is spread."""
+    """Smaller microbatches would cost a stage the same wait now or at the end, when the remaining tokens are spread."""
     batches = schedule(model(1, a0=0.1), requests(32, 640, 200), max_num_seqs=64, chunk_size=4096)
     sizes = [m.num_tokens for m in batches if m.num_prefill_tokens]
     assert len(set(sizes[:-4])) == 1 and len(sizes) > 16
 
 
 class Stepped:
-    """A coordinator whose microbatches come back at once."""
+    """A coordinator whose microbatches return at once."""
 
     def __init__(self):
         self.run = coordinator(model(1, a0=0.1), max_num_seqs=64, chunk_size=4096)
@@ -303,7 +309,10 @@ class Stepped:
 
 
 def test_prompts_that_come_while_most_decode_are_no_burst():
-    """Of 20 that come to 20 that decode, all are computed soonest; of 19, the oldest, the others riding along."""
+    """If 20 come to 20 that decode, all end as early as possible.
+
+    If 19 come, the oldest ends first and the others ride along.
+    """
 
     def size_with(num_prompts):
         stepped = Stepped()
@@ -329,7 +338,7 @@ def test_a_burst_ends_with_its_own_prompts_though_others_keep_coming():
 
 
 def test_the_size_that_ends_soonest_is_not_for_a_queue_that_may_go_on():
-    """Where as many wait as there are seats, no more would have been told of."""
+    """If all seats have a waiting request, the policy cannot see any further requests."""
     first = [schedule(model(1, a0=0.1), requests(n, 640, 2), max_num_seqs=64, chunk_size=4096)[0] for n in (63, 64)]
     assert first[0].num_tokens > 2 * first[1].num_tokens
 
@@ -340,7 +349,7 @@ def test_one_microbatch_more_where_all_can_start_however_dear():
 
 
 def test_what_is_left_is_cut_evenly_over_a_cycle():
-    """Microbatches are so dear that one of 160 tokens would end soonest, were it not for the other stages."""
+    """Microbatches are expensive, so one of 160 tokens would end first if there were no other stages."""
     batches = schedule(model(16, a0=1.0), requests(1, 160, 1), stages=3)
     assert [m.num_prefill_tokens for m in batches] == [64, 64, 32]
 

@@ -1,4 +1,4 @@
-"""The calibration policy: a timetable that covers what the cost model depends on, and that the coordinator can keep."""
+"""The calibration policy: a timetable that covers the terms of the cost model, and that the coordinator can keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def requests_of(timetable: Timetable) -> list[Request]:
 
 
 def as_steps(schedule):
-    """What was issued, in the timetable's form."""
+    """Return the issued microbatches in the timetable's form."""
     return [
         (
             tuple((chunk.sequence, chunk.num_tokens) for chunk in microbatch.chunks if not chunk.decode),
@@ -57,9 +57,9 @@ def limits_strategy():
 
 @settings(max_examples=examples(120))
 @given(limits=limits_strategy(), seed=st.integers(0, 3))
-@example(limits=Limits(2, 100, 21, 38, 4, 79, 3), seed=2)  # a prompt was begun by the last steps and not ended
+@example(limits=Limits(2, 100, 21, 38, 4, 79, 3), seed=2)  # the last steps started a prompt and did not end it
 def test_the_coordinator_keeps_the_timetable_to_the_letter(limits: Limits, seed: int) -> None:
-    """Whatever the limits: every request ends with its last step, nothing is preempted, nothing is left over."""
+    """This holds for all limits: every request ends with its last step, without preemption or leftovers."""
     timetable = make_timetable(limits, seed)
     coordinator = Coordinator(limits, make_policy(f"calibration:seed={seed}"))
     requests = requests_of(timetable)
@@ -113,7 +113,7 @@ def test_everything_that_a_cost_depends_on_varies() -> None:
 
 
 def test_sizes_come_in_no_order() -> None:
-    """Neither the prefills nor the decodes grow or shrink over the run."""
+    """Neither the prefills nor the decodes only grow or only shrink over the run."""
     microbatches = measured()
     for kind in ("num_prefill_tokens", "num_decodes"):
         sizes = [getattr(m, kind) for m in microbatches if getattr(m, kind) == m.num_tokens]
@@ -131,7 +131,7 @@ def test_the_order_depends_on_the_seed_and_on_nothing_else() -> None:
 
 
 def test_it_takes_a_few_ten_thousand_tokens() -> None:
-    """What makes it a matter of minutes on a model of 300M parameters."""
+    """This bounds the run to minutes on a model of 300M parameters."""
     timetable = make_timetable(AMPLE)
     assert sum(timetable.prompts) + sum(timetable.outputs) < 40_000 and len(timetable.steps) < 400
 

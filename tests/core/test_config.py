@@ -1,4 +1,4 @@
-"""Values that Python programs naturally hold become options, or an error names the argument and what it takes."""
+"""Values that Python programs naturally hold become options, or an error names the argument and its valid values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sarathi_pp.errors import OptionError, RowError
 
 
 class Torch:
-    """A dtype or device of torch, which this tier does not import."""
+    """A dtype or device of torch, which these tests do not import."""
 
     __module__ = "torch"
 
@@ -60,7 +60,7 @@ def test_natural_values_convert(name: str, given: object, taken: object) -> None
     config = RunConfig(**{"model": "m", name: given})  # type: ignore[arg-type]
     value = getattr(config, name)
     assert (value, type(value)) == (taken, type(taken))
-    # The way to a worker of an LLM.
+    # This is the way to a worker of an LLM.
     assert RunConfig(**json.loads(json.dumps(asdict(config), default=str))) == config
 
 
@@ -156,7 +156,7 @@ def test_sampling_names_the_field(name: str, value: object) -> None:
 
 
 def test_sampling_has_the_defaults_of_its_fields() -> None:
-    """Its constructor is written out, to take the names of other engines."""
+    """Its constructor is written out, to accept the names of other engines."""
     assert asdict(SamplingParams()) == {one.name: one.default for one in fields(SamplingParams)}
     assert replace(SamplingParams(3), seed=1) == SamplingParams(max_tokens=3, seed=1)
 

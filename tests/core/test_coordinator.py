@@ -17,7 +17,7 @@ from sarathi_pp.core.request import Request
 from tests.core.driving import EOS, StandInPipeline, check_answer, drive, run_golden
 from tests.thinning import examples
 
-# Whose rule shares decodes out over the pipeline; the others take all that are ready, or as many as their budget holds.
+# These share decodes out over the pipeline. The others take all ready decodes, up to their budget.
 CAPPED = {"fastertransformer", "orca", "sarathi", "tensorrt-llm"}
 
 
@@ -66,7 +66,7 @@ def test_drains_conserves_and_never_changes_an_output(
     assert drawing == [moves_heads and index % 2 == 1 for index in range(len(drawing))], "equal stages take turns"
     assert not any(m.head_on_first for m in schedule if not m.num_drawn)
     if spec.partition(":")[0] in CAPPED:
-        # A recomputed prompt may end with one token, which looks like a decode, and is no part of the share.
+        # A recomputed prompt may end with one token, which looks like a decode but does not count in the share.
         shared = (sum(chunk.decode and chunk.epoch == 0 for chunk in m.chunks) for m in schedule)
         assert all(decodes <= limits.max_decodes for decodes in shared)
     if not coordinator.num_preemptions:
@@ -105,7 +105,7 @@ def test_an_answer_is_that_of_an_unlimited_kv_cache_or_an_error(
 
 
 def test_a_waiting_prompt_is_held_once_in_four_bytes_a_token():
-    """2,048 prompts of 131,072 tokens are 1 GiB of array; a second copy, or Python's numbers, would be several."""
+    """2,048 prompts of 131,072 tokens are 1 GiB of array. A second copy, or Python's numbers, would be several."""
     limits = Limits(8, 2048, 512, 140_000, 16, 10**5, 8)
     coordinator = Coordinator(limits, make_policy("balanced"))
     tracemalloc.start()
@@ -144,7 +144,7 @@ def test_golden_sarathi_streams_chunks_of_one_prompt_and_keeps_the_total():
     seats=st.integers(0, 9),
 )
 def test_sarathi_microbatches_are_uniform_while_a_backlog_lasts(shapes, stages, extra, chunk_size, seats):
-    """With seats and pages for all: every microbatch before the last prompt token is issued holds C tokens."""
+    """All requests have seats and pages. Every microbatch issued before the last prompt token holds C tokens."""
     limits = Limits(stages, chunk_size, len(shapes) + seats, 80, 4, 20 * len(shapes), stages + extra)
     requests = [
         Request(i, (1,) * prompt, SamplingParams(max_new_tokens=new, ignore_eos=True, seed=0))
@@ -176,8 +176,9 @@ def test_golden_sarathi_even_chunks():
 
 
 def test_golden_orca_runs_whole_prompts_beside_decodes():
-    """ "The full prefill of at most one request overlaps the ongoing decodes" (SARATHI, section 5.1): s1's 9 tokens in
-    one microbatch, whatever the chunk size, and s2's not beside them.
+    """ "The full prefill of at most one request overlaps the ongoing decodes" (SARATHI, section 5.1).
+
+    s1's 9 tokens run in one microbatch, whatever the chunk size. s2's do not run in the same one.
     """
     assert run_golden("orca", stages=1, chunk_size=4, prompts=[4, 9, 3], outputs=[3, 1, 1]) == [
         "m0[s0:0+4]",
@@ -193,9 +194,9 @@ def test_decodes_of_a_microbatch_are_capped_at_their_share_of_the_pipeline():
 
 @pytest.mark.parametrize("policy", ["sarathi", "sarathi-serve", "vllm"])
 def test_golden_nobody_starts_in_the_microbatch_that_preempted_somebody(policy):
-    """Four pages of 4. s0's fifth token takes s1's: s2 fits into what is left, but s1 is older and waits for more.
+    """Four pages of 4. s0's fifth token takes s1's page. s2 would fit, but s1 is older and waits for more.
 
-    vLLM's rule: waiting requests are looked at only in a step that preempted nobody.
+    This is vLLM's rule: a step that preempted a request admits no waiting request.
     """
     shapes = {"prompts": [4, 8, 3], "outputs": [4, 4, 1], "arrivals": [0, 0, 1]}
     assert run_golden(policy, stages=1, chunk_size=64, num_pages=4, page_size=4, **shapes) == [
@@ -210,7 +211,7 @@ def test_golden_nobody_starts_in_the_microbatch_that_preempted_somebody(policy):
 
 
 def test_the_newest_request_is_preempted_and_recomputed():
-    """Two pages of 4. Both prompts take one; the older one's fifth token needs the newer one's page."""
+    """Two pages of 4. Each prompt takes one; the older one's fifth token needs the newer one's page."""
     schedule = run_golden("sarathi", stages=1, chunk_size=16, prompts=[3, 3], outputs=[4, 4], num_pages=2, page_size=4)
     assert schedule == [
         "m0[s0:0+3 s1:0+3]",
@@ -224,7 +225,7 @@ def test_the_newest_request_is_preempted_and_recomputed():
 
 @dataclass
 class Withholding:
-    """Wants no more than so many in flight."""
+    """A policy that limits the number of microbatches in flight."""
 
     most: int
 
@@ -237,7 +238,7 @@ class Withholding:
 
 @pytest.mark.parametrize(("most", "reason"), [(2, "held"), (1, "tokens_in_flight")])
 def test_only_a_policy_that_leaves_no_stage_without_work_is_said_to_hold(most, reason):
-    """With fewer in flight than stages, some stage waits for want of a microbatch: that is starvation."""
+    """With fewer in flight than stages, some stage waits for lack of a microbatch: that is starvation."""
     coordinator = Coordinator(Limits(2, 8, 2, 64, 4, 16, 3), Withholding(most))
     coordinator.submit(Request(0, (1,) * 30, SamplingParams(max_new_tokens=4, seed=0)))
     for _ in range(most):
@@ -295,7 +296,7 @@ def submit_all(coordinator, prompts, new):
 
 
 def test_a_prompt_is_let_in_only_if_what_is_promised_to_others_still_fits():
-    """Six pages of 4. s0 has taken two of its five, so of the four that are free only one is to give away."""
+    """Six pages of 4. s0 has taken two of its five, so only one of the four free pages is available."""
     coordinator = Coordinator(Limits(1, 8, 4, 64, 4, 6, 4), make_policy("sarathi"))
     submit_all(coordinator, [20, 8], new=1)
     assert [str(coordinator.next_microbatch()) for _ in range(3)] == ["m0[s0:0+8]", "m1[s0:8+8]", "m2[s0:16+4]"]
@@ -304,7 +305,10 @@ def test_a_prompt_is_let_in_only_if_what_is_promised_to_others_still_fits():
 
 
 def test_a_choice_that_preempts_only_itself_is_made_again():
-    """One decode a microbatch; the newer request is due first, finds no page, gives up its own, and the older runs."""
+    """One decode per microbatch.
+
+    The newer request is due first, finds no page and gives up its own, so the older one runs.
+    """
     coordinator = Coordinator(Limits(2, 16, 2, 64, 4, 2, 2), make_policy("sarathi"))
     submit_all(coordinator, [4, 4], new=4)
     coordinator.next_microbatch()
@@ -337,7 +341,7 @@ def test_done_follows_the_results_and_issued_runs_ahead():
 
 
 class Scripted:
-    """Grants what the test says, microbatch by microbatch."""
+    """Yield the microbatches that each request takes after it becomes the oldest, while newcomers keep arriving."""
 
     def __init__(self, script):
         self.script = deque(script)
@@ -351,7 +355,7 @@ class Scripted:
 
 
 def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
-    """s2 is preempted with m2 in flight and starts anew before m2's result is here."""
+    """s2 is preempted with m2 in flight and restarts before m2's result arrives."""
     script = [[(0, 4), (1, 4)], [(0, 1)], [(2, 4)], [(1, 1)], [(2, 4)]]
     coordinator = Coordinator(Limits(4, 16, 4, 64, 4, 4, 4), Scripted(script))
     submit_all(coordinator, [4, 4, 4], new=2)
@@ -370,7 +374,7 @@ def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
 
 
 def test_requests_that_come_behind_later_ones_start_with_them():
-    """As the rows of a replica that was lost."""
+    """The rows of a lost replica come this way."""
     coordinator = Coordinator(Limits(1, 16, 4, 64, 4, 16, 1), make_policy("sarathi"))
     for index in (5, 3, 4):
         coordinator.submit(Request(index, (1, 2), SamplingParams(max_new_tokens=1, seed=0)))

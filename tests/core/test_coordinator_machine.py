@@ -1,8 +1,8 @@
-"""Whatever happens in whatever order, a coordinator keeps its books, and every request gets its own answer once.
+"""In any order of events, a coordinator keeps its books, and every request gets its own answer once.
 
-Rules: a request comes, a microbatch is issued, the oldest result comes back, one of its requests fails, what waits is
-withdrawn (a run that was told to stop), and the whole coordinator is lost (a stage was killed): then a new one gets
-what has no answer yet, as a run that is resumed does. Pools are small, so that preemption is an everyday event.
+Rules: a request comes, a microbatch is issued, the oldest result comes back, one of its requests fails. Waiting
+requests may be withdrawn, as in a run that is asked to stop. The whole coordinator may be lost, as after the kill of a
+stage. A new one then gets the unanswered requests, as in a resumed run. Pools are small, so that preemption is common.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def begin(self, spec, stages, extra, chunk_size, max_num_seqs, num_pages):
         self.limits = Limits(stages, chunk_size, max_num_seqs, MAX_MODEL_LEN, PAGE_SIZE, num_pages, stages + extra)
         self.spec = spec
-        self.unanswered = {}  # by index: of this coordinator or, withdrawn, of the next
+        self.unanswered = {}  # by index: of this coordinator or, after withdrawal, of the next
         self.withdrawn = {}
         self.answered = {}
         self.failed = set()
@@ -99,7 +99,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_coordinator(self):
-        """Its results in flight too. A new one has a new pool: nothing of the old one is left to be given back."""
+        """Drop the coordinator with its results in flight. The new one has a new pool, so no old page is given back."""
         again = {**self.unanswered, **self.withdrawn}
         self.unanswered, self.withdrawn = {}, {}
         self.start()
@@ -120,7 +120,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert 0 <= sequence.done <= sequence.issued <= sequence.known
 
     def teardown(self):
-        """Everything that was asked is answered, with what it would have been answered alone."""
+        """Check that every request is answered, with the answer it would get alone."""
         if not hasattr(self, "coordinator"):
             return
         while self.inflight:

@@ -1,4 +1,4 @@
-"""Which stage computes the head: whichever makes the times of both ends equal."""
+"""The stage that computes the head: the end that makes the times of both ends equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Seconds = Callable[[MicroBatch], float]
 def places(
     placement: HeadPlacement, microbatches: list[MicroBatch], first: Seconds, bare: Seconds, head: Seconds
 ) -> Iterator[str]:
-    """F where the head goes to the first stage, L where to the last; each is told of before the next but one."""
+    """Return F for a head on the first stage and L for the last. Each result is known two microbatches later."""
     told: list[tuple[MicroBatch, bool]] = []
     for microbatch in microbatches:
         on_first = placement.choose(microbatch)
@@ -59,7 +59,7 @@ def test_equal_stages_take_turns() -> None:
 
 @pytest.mark.parametrize("slower", [1.0, 1.03, 0.97, 1.1])
 def test_less_than_half_a_head_turns_no_turn(slower: float) -> None:
-    """A pair that both have their heads on one stage is a gap on both."""
+    """If a pair of microbatches both have their heads on one stage, both have a gap."""
     work = [decodes(index, 16) for index in range(200)]
     found = "".join(places(HeadPlacement(cost()), work, steady(0.026), steady(0.026 * slower), steady(0.006)))
     assert found == "LF" * 100
@@ -84,14 +84,14 @@ def test_three_quarters_of_a_head_between_the_stages_are_seven_of_eight() -> Non
 
 
 def test_fewer_layers_of_the_last_stage_count_before_anything_is_measured() -> None:
-    """Seven of eight layers, and a head of two: it is on the last one where that has less to do without it."""
+    """The last stage has seven of eight layers, and a head of two. It gets the head if it has less to do without it."""
     placement = HeadPlacement(cost(layers_of_last=6))
     assert not any(placement.choose(decodes(index, 1)) for index in range(5))
 
 
 @pytest.mark.parametrize("last_s, share", [(0.030, 1.0), (0.020, 0.5)])
 def test_a_stage_that_was_slow_for_a_while_gets_no_worse_for_it(last_s: float, share: float) -> None:
-    """Others had the first stage's core for a hundred microbatches, in which its times were three times as long."""
+    """Another process used the first stage's core for a hundred microbatches, and its times tripled."""
 
     def first(microbatch: MicroBatch) -> float:
         return 0.060 if 100 <= microbatch.index < 200 else 0.020
@@ -103,7 +103,7 @@ def test_a_stage_that_was_slow_for_a_while_gets_no_worse_for_it(last_s: float, s
 
 
 def test_few_layers_on_a_slow_machine_give_their_heads_away() -> None:
-    """Half as many as the first stage has, in twice the time; nobody has said so before."""
+    """The last stage has half of the first stage's layers and takes twice as long. This was not known before."""
     work = [decodes(index, 16) for index in range(200)]
     found = "".join(places(HeadPlacement(cost(layers_of_last=4)), work, steady(0.02), steady(0.04), steady(0.006)))
     assert found[-100:] == "F" * 100

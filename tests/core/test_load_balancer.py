@@ -28,7 +28,7 @@ def test_outputs_count_as_long_as_those_that_have_ended():
     assert balancer.give(request(4, 150)) == 1  # 105 prompt tokens against 100
     balancer.end(0, 0, num_output_tokens=1000)
     balancer.end(1, 1, num_output_tokens=1000)
-    # 0 has two requests of 100 prompt tokens, 1 has one of 150: with their outputs 2100 against 1150.
+    # Replica 0 has two requests of 100 prompt tokens, 1 has one of 150: with their outputs 2100 against 1150.
     assert balancer.give(request(5)) == 1
 
 
@@ -66,7 +66,7 @@ def test_what_a_lost_one_held_comes_back_in_order_and_it_gets_nothing_more():
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 5))
 def test_loads_differ_by_no_more_than_the_largest_request(sizes, num_replicas):
-    """As for every greedy sharing out."""
+    """This bound holds for every greedy assignment."""
     balancer = LoadBalancer(num_replicas, most=len(sizes), most_tokens=10**9)
     loads = [0] * num_replicas
     for index, size in enumerate(sizes):
@@ -75,7 +75,7 @@ def test_loads_differ_by_no_more_than_the_largest_request(sizes, num_replicas):
 
 
 class LoadBalancerMachine(RuleBasedStateMachine):
-    """Every request is in one place: waiting, with one replica, or ended."""
+    """A machine that checks that every request is in one place: waiting, with one replica, or ended."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Policies from outside the package: a class by its module, a name by an entry point, and what is refused."""
+"""Policies from outside the package: a class by its module, a name by an entry point, and refusals."""
 
 import contextlib
 import sys
@@ -76,7 +76,7 @@ class Lost(Sarathi):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the import path, and nothing left of it afterwards."""
+    """Put a folder on the import path, and remove every trace of it afterwards."""
     for name, text in {
         "mine": MINE,
         "broken": "import no_such_library",
@@ -97,7 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(folder: Path, distribution: str, **points: str) -> None:
-    """Write what an installed distribution leaves of its entry points."""
+    """Write the entry points of an installed distribution."""
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
@@ -105,7 +105,7 @@ def install(folder: Path, distribution: str, **points: str) -> None:
     (info / "entry_points.txt").write_text("[sarathi_pp.policies]\n" + "".join(lines))
 
 
-# One workload; the golden tests of each policy have others.
+# One workload is enough here; the golden tests of each policy have others.
 WORKLOAD = dict(stages=2, chunk_size=8, prompts=[20, 10, 3], outputs=[3, 2, 5])
 
 
@@ -196,7 +196,10 @@ def test_a_name_of_two_distributions_is_refused_unless_both_mean_the_same(folder
 
 
 def test_entry_points_are_looked_up_for_no_other_name(folder, monkeypatch):
-    """It reads a file of every installed distribution. And no distribution replaces a policy of the package."""
+    """The lookup reads a file of every installed distribution.
+
+    Also, no distribution replaces a policy of the package.
+    """
     install(folder, "one", orca="mine_of_test:Mine")
     assert parse_policy("orca").kind is Orca
     monkeypatch.setattr(registry, "installed_policies", lambda: pytest.fail("looked up"))
@@ -236,7 +239,7 @@ def test_what_sizes_the_buffers_of_a_run_is_checked_before_it(name, says, folder
 
 
 def test_ranks_compare_the_source_of_a_policy(folder):
-    """Its name alone says little of a file that each host has for itself."""
+    """A name alone does not identify a file that each host stores separately."""
     first = parse_policy("mine_of_test:Mine").source
     assert first.startswith("mine_of_test:Mine in a file with SHA-256 ")
     (folder / "mine_of_test.py").write_text(f"{MINE}# edited\n")
@@ -260,7 +263,10 @@ def test_the_current_directory_is_searched_for_what_is_nowhere_else(folder, monk
 
 
 def test_a_signal_that_comes_while_a_policy_is_imported_is_no_fault_of_the_policy(tmp_path, monkeypatch):
-    """Its handler raises wherever the program is. A rank that is stopped there must not say that an option is wrong."""
+    """The signal handler raises at any point of the program.
+
+    A rank that is stopped there must not report a wrong option.
+    """
     stopped = "from sarathi_pp.errors import StoppedError\nraise StoppedError.by(15, 'the run')\n"
     (tmp_path / "stopped_of_test.py").write_text(stopped)
     monkeypatch.syspath_prepend(tmp_path)

@@ -31,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-# The twelve pages are taken and given back several times over in as many steps.
+# The twelve pages are taken and given back several times over the steps.
 TestPool.settings = settings(max_examples=examples(90), stateful_step_count=25)
 
 

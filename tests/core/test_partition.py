@@ -56,7 +56,7 @@ def test_split_by_time_is_the_best_of_all(layer_times, embed, head, data):
 
 
 def first_of_all_pairs(num_layers, num_stages, seconds):
-    """The definition of the split by time: every start of every stage is compared."""
+    """Return the split by time by its definition: compare every start of every stage."""
 
     def rank(share):
         return share[0], share[1], tuple(-cut for cut in share[2])
@@ -96,7 +96,7 @@ def test_split_by_time_is_that_of_its_definition(layer_times, speeds, embed, hea
     ("head", "slow_stage", "most_calls"), [(3, 1, 300_000), (30, 1, 2_000_000), (0, 50, 2_000_000)]
 )
 def test_a_thousand_layers_on_a_hundred_stages_are_few_questions(head, slow_stage, most_calls):
-    """Comparing every start with every end would ask for 40 million times."""
+    """Comparing every start with every end would take 40 million calls."""
     calls = 0
 
     def seconds(stage, first, end):

@@ -1,4 +1,4 @@
-"""What each rule chooses: golden schedules small enough to check by hand, and the rules of the sources, quoted."""
+"""The choices of each rule: golden schedules small enough to check manually, and the rules of the sources, quoted."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from tests.thinning import examples
 
 @dataclass(frozen=True)
 class Seen:
-    """A sequence as a policy sees it; where done is short of issued, something of it is in flight."""
+    """A sequence as a policy sees it. If done is less than issued, part of it is in flight."""
 
     index: int
     done: int
@@ -50,7 +50,7 @@ def in_flight(index):
 
 
 def chosen(spec, *, prefills=(), waiting=(), decodes=(), flying=(), **limits):
-    """What the policy grants at this moment: tokens by sequence, in the order of the grants."""
+    """Return the policy's grants at this moment: tokens by sequence, in the order of the grants."""
     running = sorted((*prefills, *decodes, *flying), key=lambda sequence: sequence.index)
     view = View(
         prefills=prefills,
@@ -68,11 +68,11 @@ def chosen(spec, *, prefills=(), waiting=(), decodes=(), flying=(), **limits):
     return {grant.sequence.index: grant.num_tokens for grant in grants}
 
 
-# Algorithm 3 of Sarathi-Serve, arXiv 2403.02310; its line numbers.
+# Algorithm 3 of Sarathi-Serve, arXiv 2403.02310; the numbers below are its line numbers.
 
 
 def test_sarathi_serve_packs_all_the_running_decodes_first():
-    """Lines 6-8: "we first pack all the running decodes in the next batch", however many they are (B would be 3)."""
+    """Lines 6-8: "we first pack all the running decodes in the next batch", at any number of decodes (B would be 3)."""
     grants = chosen("sarathi-serve", decodes=[decode(i) for i in range(5)], waiting=[prompt(5, 20)])
     assert grants == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 3}
 
@@ -91,7 +91,7 @@ def test_sarathi_serve_gives_what_a_last_chunk_leaves_to_the_next_requests():
 
 
 def test_sarathi_serve_has_one_chunk_of_a_request_in_flight():
-    """A request is in one batch at a time; the budget of a prompt that is in flight goes to others."""
+    """A request is in one batch at a time. The budget of a prompt in flight is available to others."""
     flying = prompt(1, 30, issued=8, in_flight=8)
     assert chosen("sarathi-serve", prefills=[flying, prompt(2, 5, issued=2)], waiting=[prompt(3, 9)]) == {2: 3, 3: 5}
     assert chosen("sarathi-serve", prefills=[flying]) == {}
@@ -104,7 +104,7 @@ def test_sarathi_serve_leaves_prompts_nothing_where_decodes_exceed_the_budget():
 
 
 def test_golden_sarathi_serve_a_lone_prompt_waits_for_its_own_chunks():
-    """C = 8, P = 2: s0's second chunk follows the result of its first; meanwhile s1 runs in cohorts of its own."""
+    """C = 8, P = 2: s0's second chunk follows the result of its first. Meanwhile s1 runs in cohorts of its own."""
     assert run_golden("sarathi-serve", stages=2, chunk_size=8, prompts=[20, 3], outputs=[2, 3]) == [
         "m0[s0:0+8]",
         "m1[s1:0+3]",
@@ -117,7 +117,7 @@ def test_golden_sarathi_serve_a_lone_prompt_waits_for_its_own_chunks():
 
 
 def test_vllm_takes_the_running_requests_in_the_order_they_arrived():
-    """Where "there's no decoding phase nor prefill phase", an older prompt comes before a younger decode."""
+    """As "there's no decoding phase nor prefill phase", an older prompt comes before a younger decode."""
     grants = chosen("vllm", prefills=[prompt(1, 9, issued=4)], decodes=[decode(0), decode(2)], waiting=[prompt(3, 9)])
     assert list(grants.items()) == [(0, 1), (1, 5), (2, 1), (3, 1)]
     assert chosen("vllm", prefills=[prompt(1, 9)], decodes=[decode(2)], waiting=[prompt(3, 9)]) == {1: 8}
@@ -134,7 +134,7 @@ def test_golden_vllm_shares_one_budget():
 
 
 def test_golden_vllm_streams_the_chunks_of_one_prompt():
-    """P = 3: s0 fills the pipeline by itself, and s1 waits although m1 and m2 have no result of s0 to build on."""
+    """P = 3: s0 fills the pipeline alone. s1 waits although m1 and m2 have no result of s0 to build on."""
     assert run_golden("vllm", stages=3, chunk_size=8, prompts=[20, 10], outputs=[2, 2]) == [
         "m0[s0:0+8]",
         "m1[s0:8+8]",
@@ -157,13 +157,13 @@ def test_golden_vllm_v0_pauses_decodes_while_prompts_run():
 
 
 def test_golden_vllm_v0_lets_decodes_have_a_turn_after_as_many_prompts_as_there_are_seats():
-    """Two seats; s1 and s2 end with their first token, so that s3 could start before s0 goes on."""
+    """Two seats; s1 and s2 end with their first token, so that s3 could start before s0 continues."""
     schedule = run_golden("vllm-v0", stages=1, chunk_size=4, prompts=[200] * 4, outputs=[2, 1, 1, 1], max_num_seqs=2)
     assert schedule == ["m0[s0:0+200]", "m1[s1:0+200]", "m2[d s0:200]", "m3[s2:0+200]", "m4[s3:0+200]"]
 
 
 def test_golden_vllm_v0_runs_as_many_whole_prompts_as_the_longest_has_tokens():
-    """256 is the longest; s0 and s1 together exceed it, s1 and s2 are just that."""
+    """256 is the longest; s0 and s1 together exceed it, and s1 and s2 fit exactly."""
     assert run_golden("vllm-v0", stages=2, chunk_size=4, prompts=[150, 156, 100], outputs=[1, 2, 2]) == [
         "m0[s0:0+150]",
         "m1[s1:0+156 s2:0+100]",
@@ -172,7 +172,7 @@ def test_golden_vllm_v0_runs_as_many_whole_prompts_as_the_longest_has_tokens():
 
 
 def test_golden_fastertransformer_lets_nobody_join_a_batch():
-    """P = 2, two requests a batch: s4 waits for a batch to end although s0's seat is free from m2 on."""
+    """P = 2, two requests per batch. s4 waits for a batch to end although s0's seat is free from m2 on."""
     prompts, outputs = [3, 5, 2, 4, 6], [1, 4, 2, 2, 1]
     assert run_golden("fastertransformer", stages=2, chunk_size=4, prompts=prompts, outputs=outputs) == [
         "m0[s0:0+3 s1:0+5]",
@@ -198,7 +198,7 @@ def test_golden_fastertransformer_runs_all_prompts_of_a_batch_before_its_decodes
 
 
 def test_golden_fastertransformer_a_request_that_lost_its_pages_starts_anew():
-    """Two pages of 4 and one batch of two: s0's fifth token takes the page of s1, which has to wait for s0's end."""
+    """Two pages of 4 and one batch of two: s0's fifth token takes the page of s1, which waits for s0's end."""
     pages = {"num_pages": 2, "page_size": 4, "max_num_seqs": 2}
     assert run_golden("fastertransformer", stages=1, chunk_size=4, prompts=[3, 3], outputs=[3, 3], **pages) == [
         "m0[s0:0+3 s1:0+3]",
@@ -229,7 +229,7 @@ def test_splitfuse_puts_next_tokens_before_prompts():
 )
 @settings(max_examples=examples(25))
 def test_splitfuse_is_exact_whenever_enough_tokens_are_there(lengths, num_decodes, chunk_size):
-    """As "even short prompts may be decomposed to ensure the budget is precisely met"."""
+    """The source: "even short prompts may be decomposed to ensure the budget is precisely met"."""
     decodes = [decode(100 + i) for i in range(num_decodes)]
     waiting = [prompt(i, tokens) for i, tokens in enumerate(lengths)]
     grants = chosen("splitfuse", decodes=decodes, waiting=waiting, chunk_size=chunk_size)
@@ -240,7 +240,7 @@ PAGES_OF_4 = {"stages": 1, "chunk_size": 10, "prompts": [20, 3, 9], "outputs": [
 
 
 def test_golden_tensorrt_llm_first_come_first_served():
-    """A budget of 10 is two pages of s0, as long as it is cut; the two tokens that stay hold no page of s2."""
+    """A budget of 10 is two pages of s0 while it is cut; the two remaining tokens hold no page of s2."""
     assert run_golden("tensorrt-llm", **PAGES_OF_4) == [
         "m0[s0:0+8]",
         "m1[s0:8+8]",
@@ -250,7 +250,7 @@ def test_golden_tensorrt_llm_first_come_first_served():
 
 
 def test_golden_tensorrt_llm_equal_progress():
-    """A page each in turn, while the budget of 10 holds one; s2 ends in m2 with a chunk that is no whole page."""
+    """The requests get one page each in turn, while the budget of 10 holds one. In m2, s2 ends with a partial page."""
     assert run_golden("tensorrt-llm:equal=1", **PAGES_OF_4) == [
         "m0[s0:0+4 s1:0+3]",
         "m1[s0:4+4 s2:0+4]",
@@ -260,7 +260,7 @@ def test_golden_tensorrt_llm_equal_progress():
 
 
 def test_tensorrt_llm_takes_its_share_of_requests_in_the_order_of_arrival():
-    """Three of six on two stages, prompts and decodes alike; those in flight are left out."""
+    """Three of six run on two stages, prompts and decodes alike. Requests in flight are left out."""
     flying = prompt(0, 30, issued=8, in_flight=8)
     grants = chosen(
         "tensorrt-llm",
@@ -273,7 +273,10 @@ def test_tensorrt_llm_takes_its_share_of_requests_in_the_order_of_arrival():
 
 
 def test_tensorrt_llm_starts_no_prompt_where_no_page_of_the_oldest_fits():
-    """Two tokens are left beside the decodes. s2 alone would fit, and its like could keep s1 out for ever."""
+    """Two tokens are left over after the decodes.
+
+    s2 alone would fit, but similar requests could then block s1 forever.
+    """
     short = {"prefills": [prompt(1, 9)], "waiting": [prompt(2, 2)], "max_num_seqs": 10, "chunk_size": 4}
     assert chosen("tensorrt-llm", decodes=[decode(3), decode(4)], **short) == {3: 1, 4: 1}
     assert chosen("tensorrt-llm:equal=1", decodes=[decode(3), decode(4)], **short) == {3: 1, 4: 1}
@@ -284,7 +287,7 @@ def test_tensorrt_llm_runs_a_page_where_the_budget_is_smaller():
 
 
 def test_golden_tgi_decodes_until_enough_wait():
-    """Ratio 1: two run. s2 alone is not enough; with s3 their prompts run, after the step of decodes that is on."""
+    """Ratio 1, and two run. s2 alone is not enough. When s3 comes, both prompts run after the current decode step."""
     schedule = run_golden(
         "tgi:ratio=100", stages=1, chunk_size=4, prompts=[4, 5, 3, 2], outputs=[4, 4, 1, 1], arrivals=[0, 0, 2, 5]
     )
@@ -298,7 +301,7 @@ def test_golden_tgi_decodes_until_enough_wait():
 
 
 def test_golden_tgi_admits_fewer_once_they_have_waited_long_enough():
-    """After two tokens for each that runs, s2 is let in alone."""
+    """After two tokens per running request, s2 is admitted alone."""
     spec = "tgi:ratio=100,max_waiting_tokens=2"
     schedule = run_golden(spec, stages=1, chunk_size=4, prompts=[4, 5, 3], outputs=[4, 4, 1], arrivals=[0, 0, 2])
     assert schedule == [
@@ -311,7 +314,7 @@ def test_golden_tgi_admits_fewer_once_they_have_waited_long_enough():
 
 
 def test_golden_tgi_a_step_of_decodes_stands_between_two_of_prompts():
-    """All wait at once and the ratio asks for none, but only one of their prompts fits the budget of 256."""
+    """All wait at once and the ratio asks for none. Only one of their prompts fits the budget of 256."""
     assert run_golden("tgi:ratio=0", stages=1, chunk_size=4, prompts=[200, 200, 200], outputs=[2, 2, 1]) == [
         "m0[s0:0+200]",
         "m1[d s0:200]",
@@ -337,7 +340,7 @@ def test_parameters_out_of_range_and_private_state_are_refused(spec, says):
 
 
 def ages(coordinator, shapes, newcomer):
-    """Microbatches that each of these took from when it was the oldest, while newcomers never cease to arrive."""
+    """Yield the microbatches that each request takes after it becomes the oldest, while newcomers keep arriving."""
     pipeline, inflight = StandInPipeline(coordinator.limits), deque()
     finished, age, next_index = set(), 0, 0
     for oldest in range(len(shapes)):
@@ -380,27 +383,27 @@ SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 6))  # prompt and output
     max_num_seqs=st.integers(1, 6),
     num_pages=st.integers(5, 20),
 )
-# Newcomers that end with their first token never fill the seats; short ones fit where no page of an older one does.
+# Newcomers that end with their first token never fill the seats. Short ones fit when no page of an older one does.
 @example(shapes=[(12, 6)], newcomer=(4, 1), stages=1, chunk_size=4, max_num_seqs=3, num_pages=20)
 @example(shapes=[(3, 2), (12, 2)], newcomer=(3, 2), stages=1, chunk_size=4, max_num_seqs=6, num_pages=20)
 def test_with_endless_newcomers_the_oldest_request_finishes_within_a_bound(
     spec, shapes, newcomer, stages, chunk_size, max_num_seqs, num_pages
 ):
     coordinator = Coordinator(Limits(stages, chunk_size, max_num_seqs, 20, 4, num_pages, stages), make_policy(spec))
-    # For each of its tokens at most one turn of every seat of the pipeline.
+    # Each of its tokens may wait at most one turn of every seat of the pipeline.
     tokens = max(prompt + output for prompt, output in (*shapes, newcomer))
     bound = tokens * stages * (1 + max_num_seqs)
     assert all(age <= bound for age in ages(coordinator, shapes, newcomer))
 
 
-# Whose batches end as wholes, that is with their longest request: what ORCA was written against.
+# Their batches end only with their longest request: ORCA was designed against this.
 WHOLE_BATCHES = ("fastertransformer",)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in (*POLICIES, "balanced:tbt_slo=0.01") if spec not in WHOLE_BATCHES])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_one_endless_request_holds_up_no_other(spec, stages):
-    """Short ones that come while it runs are all done long before it is."""
+    """Short requests that come while it runs end long before it does."""
     coordinator = Coordinator(Limits(stages, 16, 4, 1000, 4, 400, stages), make_policy(spec))
     shapes = [(8, 600), *[(5, 3)] * 20]
     for index, (tokens, new) in enumerate(shapes):

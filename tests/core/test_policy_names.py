@@ -146,7 +146,7 @@ def test_what_a_trace_names_is_built_in_or_nothing(text, capsys):
 
 @pytest.mark.parametrize("spec", [*POLICIES, "sglang:dynamic=1", "calibration"])
 def test_the_policies_that_ask_what_microbatches_cost_are_listed(spec):
-    """To learn it for the others would be time for nothing; one that asks in vain schedules badly."""
+    """Learning costs for other policies would waste time. A policy that gets none when it asks schedules badly."""
     asked = []
     policy = make_policy(spec)
 

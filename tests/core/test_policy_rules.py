@@ -1,6 +1,6 @@
-"""A policy that breaks the rules of scheduling is refused, with its name, what it did and what is legal.
+"""A policy that breaks the rules of scheduling is refused. The error says its name, its action and the legal ones.
 
-A run goes on under a legal policy for some steps; then its next choice is spoilt in one way.
+A run continues under a legal policy for some steps; then its next choice is spoilt in one way.
 """
 
 from collections import deque
@@ -25,11 +25,11 @@ PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=0)
 
 
 def first(grants, **changed):
-    """The first grant with other values, in front of the others."""
+    """Replace values of the first grant, and keep the others after it."""
     return [grants[0]._replace(**changed), *grants[1:]]
 
 
-# Name: (the spoilt choice, from the legal one and the view; what the error says).
+# Name: (the spoilt choice, from the legal one and the view; the error's message).
 SPOILT = {
     "none": (lambda grants, view: None, "returned None; it must be a list of Grants"),
     "plain tuples": (lambda grants, view: [tuple(grant) for grant in grants], "it must be a list of Grants"),
@@ -60,7 +60,7 @@ SPOILT = {
 
 @dataclass
 class Spoilt(Policy):
-    """Chooses as sarathi until `at` microbatches are out, then as `spoil` makes of that."""
+    """A policy that chooses as sarathi until `at` microbatches are issued, and then lets `spoil` change the choice."""
 
     spoil: object
     at: int
@@ -79,7 +79,7 @@ class Spoilt(Policy):
 
 
 def run(policy: Policy, prompts: list[int]) -> tuple[Coordinator, deque[MicroBatch]]:
-    """Run until the policy is refused; the coordinator as that left it, and what is in flight."""
+    """Run until the policy is refused. Return the coordinator in its state then, and the microbatches in flight."""
     coordinator, pipeline, inflight = Coordinator(LIMITS, policy), StandInPipeline(LIMITS), deque()
     for index, length in enumerate(prompts):
         coordinator.submit(Request(index, (1,) * length, PARAMS))

@@ -1,4 +1,4 @@
-"""sglang, gllm, distserve and chunkllm: their formulas, their schedules by hand, and what every policy owes."""
+"""sglang, gllm, distserve and chunkllm: their formulas, small schedules, and the duties of every policy."""
 
 from collections import deque
 from itertools import count
@@ -36,7 +36,7 @@ def sequence(index: int, prompt: int, issued: int = 0) -> Sequence:
 
 
 def view(limits, *, prefills=(), waiting=(), decodes=(), running=None, free=1.0, **rest) -> View:
-    """free: share of the KV pool."""
+    """Make a view of the sequences; `free` is the free share of the KV pool."""
     running = {s.index: s for s in (*prefills, *decodes)} if running is None else running
     free_tokens = round(free * limits.num_pages * limits.page_size)
     return View(prefills, waiting, decodes, running, limits, rest.pop("num_inflight", 0), 0, free_tokens, **rest)
@@ -73,7 +73,7 @@ def test_gllm_counts_the_rest_of_started_prompts_as_waiting():
 
 
 def test_gllm_suspends_prefill_below_the_threshold():
-    """Prefill is suspended when the KV idle rate < KV_thresh, unless nobody is there who could raise it."""
+    """Prefill is suspended when the KV idle rate < KV_thresh, unless no running request could raise it."""
     waiting, decodes = (sequence(1, 500),), (sequence(0, 9, issued=9),)
     assert prefill_tokens(80_000, free=0.049) == 0
 
@@ -87,7 +87,7 @@ def test_gllm_suspends_prefill_below_the_threshold():
 
 @pytest.mark.parametrize(("running", "taken"), [(1, 1), (4, 1), (5, 2), (8, 2), (10, 3)])
 def test_gllm_decodes_are_shared_out_by_their_number(running, taken):
-    """#D = #RD / #PP_depth, rounded up; those in flight count."""
+    """#D = #RD / #PP_depth, rounded up; decodes in flight count."""
     everyone = {index: sequence(index, 9, issued=9) for index in range(running)}
     ready = tuple(everyone.values())[-taken:]
     moment = view(WIDE, decodes=ready, running=everyone)
@@ -108,7 +108,7 @@ def test_golden_gllm_spreads_prompts_and_keeps_the_least():
 
 
 def test_golden_gllm_lets_no_prompt_in_while_the_cache_is_short():
-    """16 positions. s0 holds 12, and a quarter free is below the threshold of a half, though s1 would fit."""
+    """16 positions. s0 holds 12. The free quarter is below the threshold of a half, although s1 would fit."""
     spec = "gllm:kvthresh=50,iterp=1"
     assert run_golden(spec, stages=1, chunk_size=8, prompts=[9, 4], outputs=[3, 1], num_pages=4, page_size=4) == [
         "m0[s0:0+9 s1:0+4]",
@@ -122,7 +122,7 @@ def test_golden_gllm_lets_no_prompt_in_while_the_cache_is_short():
 
 
 def test_golden_gllm_a_lone_prompt_goes_on_below_the_threshold():
-    """14 of 16 positions: 8 = #MaxP, then #MinP = 2 at the threshold, then 2 each because nobody else is there."""
+    """14 of 16 positions: 8 = #MaxP, then #MinP = 2 at the threshold. Then 2 each because no other request runs."""
     spec = "gllm:kvthresh=50,iterp=1,maxp=8,minp=2"
     assert run_golden(spec, stages=1, chunk_size=1, prompts=[14], outputs=[1], num_pages=4, page_size=4) == [
         "m0[s0:0+8]",
@@ -136,7 +136,7 @@ def test_golden_gllm_a_lone_prompt_goes_on_below_the_threshold():
 
 
 def test_golden_sglang_slots_are_prefill_or_decode_prefill_first_and_sticky():
-    """P = 2, two seats a slot. s4 gets the seat of s1 in slot 0; s0 waits for its prompt, and does not join slot 1."""
+    """P = 2, two seats per slot. s4 gets s1's seat in slot 0; s0 waits for its prompt, and does not join slot 1."""
     assert run_golden("sglang", stages=2, chunk_size=8, prompts=[2] * 5, outputs=[3, 2, 3, 2, 2]) == [
         "m0[s0:0+2 s1:0+2]",
         "m1[s2:0+2 s3:0+2]",
@@ -149,7 +149,7 @@ def test_golden_sglang_slots_are_prefill_or_decode_prefill_first_and_sticky():
 
 
 def test_golden_sglang_the_last_chunk_s_slot_keeps_the_sequence():
-    """One prompt is in chunks, and the next joins its last one; both then decode in slot 1, and slot 0 is empty."""
+    """One prompt is in chunks, and the next joins its last one. Both then decode in slot 1, and slot 0 is empty."""
     assert run_golden("sglang", stages=2, chunk_size=8, prompts=[14, 2], outputs=[2, 3]) == [
         "m0[s0:0+8]",
         "m1[s0:8+6 s1:0+2]",
@@ -159,7 +159,7 @@ def test_golden_sglang_the_last_chunk_s_slot_keeps_the_sequence():
 
 
 def test_golden_sglang_a_full_slot_decodes_while_another_one_continues_the_prompt():
-    """One seat a slot: s0 has slot 0, so s1's chunks keep to slot 1."""
+    """One seat per slot: s0 has slot 0, so s1's chunks keep to slot 1."""
     schedule = run_golden("sglang", stages=2, chunk_size=4, prompts=[4, 10], outputs=[4, 1], max_num_seqs=2)
     assert schedule == [
         "m0[s0:0+4]",
@@ -173,7 +173,7 @@ def test_golden_sglang_a_full_slot_decodes_while_another_one_continues_the_promp
 
 
 def stage_cost(quadratic: float, linear: float, tile: int = 1) -> StageCost:
-    """f(l) = quadratic * l^2 + linear * l."""
+    """Return the cost f(l) = quadratic * l^2 + linear * l."""
     return StageCost((0, 1), a0=0.0, a1=linear * tile, a2=2 * quadratic, a3=0.0, a4=0.0)
 
 
@@ -182,8 +182,10 @@ def chunk_limits(chunk_size: int, page_size: int = 16) -> Limits:
 
 
 def test_sglang_dynamic_chunk_takes_as_long_as_the_first():
-    """f(L + x) - f(L) = f(C) - f(0). With f = l^2: L = 960, C = 1280 give x = 1600 - 960 = 640; 0.75 of the way
-    from 1280 there is 800, and 768 in whole 64."""
+    """f(L + x) - f(L) = f(C) - f(0). With f = l^2: L = 960, C = 1280 give x = 1600 - 960 = 640.
+
+    0.75 of the way there from 1280 is 800, which is 768 in whole multiples of 64.
+    """
     cost = CostModel(1, (stage_cost(1.0, 0.0),))
     assert dynamic_chunk_size(cost, 960, chunk_limits(1280)) == 768
     assert dynamic_chunk_size(cost, 960, chunk_limits(1280, page_size=512)) == 512
@@ -229,8 +231,11 @@ def test_sglang_dynamic_chunk_needs_to_be_asked_for_and_a_cost():
 
 
 def test_golden_distserve_runs_phases_apart():
-    """Three seats. Whole prompts, 8 tokens together or one that is longer; then a half of those that run (2 and 1),
-    until 1 of 3 is left; then the prompt that waited, though a token of s1 was ready before."""
+    """Three seats.
+
+    Whole prompts run, 8 tokens together or one longer prompt. Then half of the running requests decode (2 and 1), until
+    1 of 3 is left. Then the waiting prompt runs, although a token of s1 was ready before.
+    """
     assert run_golden(
         "distserve", stages=2, chunk_size=8, prompts=[5, 3, 9, 4], outputs=[3, 4, 2, 2], max_num_seqs=3
     ) == [
@@ -250,7 +255,7 @@ def test_golden_distserve_runs_phases_apart():
     [(0, "m5[s2:0+1]"), (49, "m5[s2:0+1]"), (50, "m3[s2:0+1]"), (100, "m2[s2:0+1]")],
 )
 def test_distserve_the_share_that_is_left_decides_when_prompts_are_let_in(low, third):
-    """s0 ends after one decode, s1 after three. s2 comes in the decode phase; at 100 % it is let in at once."""
+    """s0 ends after one decode, s1 after three. s2 comes in the decode phase; at 100 % it is admitted at once."""
     schedule = run_golden(
         f"distserve:low={low}",
         stages=1,
@@ -264,7 +269,7 @@ def test_distserve_the_share_that_is_left_decides_when_prompts_are_let_in(low, t
 
 
 def test_golden_distserve_the_share_is_of_those_that_ran_when_the_phase_began():
-    """Two of four end while nobody waits. s4 then comes: a half is left, so it is let in at once."""
+    """Two of four end while no request waits. s4 then comes: a half is left, so it is admitted at once."""
     schedule = run_golden(
         "distserve",
         stages=1,
@@ -284,7 +289,7 @@ def test_golden_distserve_the_share_is_of_those_that_ran_when_the_phase_began():
 
 
 def test_distserve_leaves_a_tenth_of_the_cache_to_decodes():
-    """20 pages of 1: the prompt of 19 leaves less than 2 free, so the one of 1 is not let in beside it."""
+    """20 pages of 1: the prompt of 19 leaves fewer than 2 free, so the one of 1 is not admitted with it."""
     schedule = run_golden(
         "distserve", stages=1, chunk_size=64, prompts=[19, 1], outputs=[2, 1], num_pages=20, page_size=1
     )
@@ -295,7 +300,7 @@ def test_distserve_leaves_a_tenth_of_the_cache_to_decodes():
 
 
 def chunks_of(spec: str, prompts: list[tuple[int, tuple[int, ...]]], *, max_model_len: int = 256) -> list[str]:
-    """The schedule of prompts with their paragraph ends, each answered with one token, on one stage."""
+    """Return the schedule of prompts with their paragraph ends. Each is answered with one token, on one stage."""
     limits = Limits(1, 1, 16, max_model_len, 16, 64, 1)
     requests = [request(index, prompt, 1, ends) for index, (prompt, ends) in enumerate(prompts)]
     _, schedule = drive(Coordinator(limits, make_policy(spec)), requests, [0] * len(requests))
@@ -323,13 +328,13 @@ def test_golden_chunkllm_the_threshold_is_a_quarter_of_the_longest_sequence():
 
 
 def test_golden_chunkllm_cuts_at_the_last_paragraph_end_in_reach():
-    """Ends at 4 and 9 lie within 10, 9 is the last; the next at 19 is just in reach, 32 is not and 29 is taken."""
+    """The ends 4 and 9 are within 10, and 9 is the last. The next at 19 is just in reach; 32 is not, so 29 is taken."""
     schedule = chunks_of("chunkllm:threshold=10", [(33, (4, 9, 19, 32)), *SHORT])
     assert schedule[:4] == ["m0[s0:0+9]", "m1[s0:9+10]", "m2[s0:19+10]", "m3[s0:29+4]"]
 
 
 def test_golden_chunkllm_overlap_is_part_of_the_chunk():
-    """A fifth of 10 is computed again and 8 are new; where only 6 are new, of what was before only 1."""
+    """A fifth of 10 is computed again and 8 are new. If only 6 are new, only 1 earlier token is repeated."""
     schedule = chunks_of("chunkllm:threshold=10,overlap=0.2", [(24, ()), *SHORT])
     assert schedule[:3] == ["m0[s0:0+10]", "m1[s0:8+10]", "m2[s0:17+7]"]
 
@@ -358,7 +363,7 @@ def test_golden_chunkllm_runs_whole_prompts_when_fewer_than_four_could_run():
 
 
 def test_chunkllm_decodes_ride_along_up_to_their_share():
-    """Orca's rule: four seats on two stages are two decodes a microbatch, and no prompt beside a full one."""
+    """Orca's rule: four seats on two stages are two decodes per microbatch, and a full one takes no prompt."""
     limits = Limits(2, 1, 4, 256, 16, 64, 2)
     ready = tuple(sequence(index, 9, issued=9) for index in range(3))
     waiting = (sequence(3, 5), sequence(4, 5))
@@ -372,7 +377,7 @@ def test_chunkllm_decodes_ride_along_up_to_their_share():
 
 
 class RepeatsEverything:
-    """Grants whatever there is with an overlap of one token where there can be one."""
+    """A policy that grants all available work, with an overlap of one token if possible."""
 
     def pick(self, moment: View) -> list[Grant]:
         everyone = (*moment.prefills, *moment.waiting, *moment.decodes)
@@ -395,7 +400,7 @@ def test_the_coordinator_takes_overlap_for_prompts_and_none_for_decodes():
 
 
 def test_chunkllm_a_decode_never_overlaps():
-    """After preemption a sequence's last known token may be all that is left: that is a decode."""
+    """After preemption a sequence may have only its last known token left: that is a decode."""
     limits = Limits(1, 1, 16, 256, 16, 64, 1)
     preempted = sequence(0, 20, issued=20)
     preempted.tokens.append(1)

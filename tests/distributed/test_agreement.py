@@ -1,4 +1,4 @@
-"""Steps that ranks take together: one rank's error is every rank's."""
+"""Steps that ranks take together: an error of one rank is an error of every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOON_S = 10.0
 
 
 class Plane:
-    """One rank's control plane in this process."""
+    """A control plane of one rank in this process."""
 
     def __init__(self, rank: int, facts: list[str], barrier: threading.Barrier) -> None:
         self.env = RankEnvironment(rank, RANKS, rank, RANKS)
@@ -45,7 +45,7 @@ class Plane:
 
 
 def take(*errors: Exception | None, answers: tuple[object, ...] = (0, 1, 2), must_match: bool = False) -> list[Future]:
-    """Take one step on every rank; errors: what each raises inside, None for an answer."""
+    """Take one step on every rank; errors: the error that each raises inside, None for an answer."""
     facts, barrier = [""] * RANKS, threading.Barrier(RANKS)
 
     def work(rank: int) -> list[Any]:

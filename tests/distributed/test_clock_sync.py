@@ -1,4 +1,4 @@
-"""Clocks that are seconds apart, messages that take their time: what two ranks make of it."""
+"""Offsets that two ranks compute from clocks that are seconds apart and messages with delays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIALS = 20
 
 
 class World:
-    """One time for both ranks, which passes only while a message is under way."""
+    """One time for both ranks, which passes only while a message is in transit."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -43,7 +43,7 @@ class WorldClock:
 
 @dataclass
 class FakePlane:
-    """One rank's control channel: each message takes as long as `delays` says next."""
+    """A rank's control channel in which each message takes the next time of `delays`."""
 
     env: RankEnvironment
     mesh: Mesh
@@ -63,7 +63,7 @@ class FakePlane:
 
 
 def aligned(skew_s: float, there: list[float], back: list[float]) -> ClockOffset:
-    """What rank 1 finds, whose clock is skew_s behind rank 0's."""
+    """Return the offset that rank 1 computes, with a clock skew_s behind rank 0's."""
     world = World()
     one, other = queue.SimpleQueue[list[float]](), queue.SimpleQueue[list[float]]()
     first = FakePlane(RankEnvironment(0, 2, 0, 2), Mesh(stages=2), world, one, other, iter(there))
@@ -99,7 +99,7 @@ def test_of_slow_and_lopsided_trials_and_one_quick_one_the_quick_one_counts() ->
 
 @dataclass
 class LostLeaders:
-    """Rank 0's control channel in a run of replicas of one rank each, some of which are gone."""
+    """The control channel of rank 0 in a run of replicas of one rank each, some of which are lost."""
 
     gone: set[int]
     env: RankEnvironment = field(default_factory=RankEnvironment)

@@ -1,4 +1,4 @@
-"""Who is named when ranks wait for one that does not come."""
+"""Ranks wait for one that does not come: the error names it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMED_OUT = RuntimeError("[gloo] Timed out waiting 5000ms for recv operation to 
 
 
 class Store:
-    """Knows of rank 2 that it came; of nothing, ever, where its holder is stopped."""
+    """A store that knows that rank 2 came; with a stopped holder it never answers."""
 
     def __init__(self, stopped: bool) -> None:
         self._stopped = stopped
@@ -32,7 +32,7 @@ class Store:
 
 
 class Closed:
-    """A group that nothing goes through."""
+    """A group that nothing passes through."""
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What ranks compare before a run: each of it, where it differs, is named with both values."""
+"""Values that ranks compare before a run: each difference is named with both values."""
 
 from __future__ import annotations
 

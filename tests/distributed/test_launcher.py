@@ -1,4 +1,4 @@
-"""What signals do to a process that has started stages. What they do to the stages is in tests/faults/."""
+"""Signals to a process that has started stages; tests/faults/ covers their effect on the stages."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ TWO = Mesh(stages=2)
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Makes the next launch's workers be nobody, who are waited for in that way."""
+    """Return a function that replaces the next launch's workers with a given wait."""
 
     def end_by(wait):
         monkeypatch.setattr(Workers, "start", lambda workers, arguments: None)
@@ -55,7 +55,7 @@ def test_a_signal_changes_nothing_about_a_run_that_has_ended(code, ends):
 
 
 def test_what_is_ignored_stays_ignored(ends):
-    """As under nohup."""
+    """This is the case under nohup."""
 
     def hung_up(noted):
         os.kill(os.getpid(), signal.SIGHUP)
@@ -95,7 +95,7 @@ def test_a_run_that_was_told_to_stop_is_not_started_again(ends):
 @pytest.mark.parametrize(
     ("codes", "begun", "over", "code"),
     [
-        ({0: None, 1: None, 2: None, 3: -9}, False, True, 75),  # not yet: who sets up waits for all
+        ({0: None, 1: None, 2: None, 3: -9}, False, True, 75),  # not yet: during set-up a rank waits for all
         ({0: None, 1: None, 2: 75, 3: -9}, True, False, None),
         ({0: 0, 1: 0, 2: 75, 3: -9}, True, True, 0),
         ({0: 3, 1: 0, 2: None, 3: None}, True, True, 3),
@@ -133,7 +133,7 @@ sys.exit(75)
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("stays", [False, True])
 def test_the_first_signal_is_the_first_ranks_and_the_second_is_everybodys(stays, tmp_path, monkeypatch):
-    """stays: the first rank does not end by itself."""
+    """stays: the first rank does not end alone."""
     stand_in = tmp_path / "python"
     stand_in.write_text(STAND_IN.format(python=sys.executable, stays=stays))
     stand_in.chmod(0o700)
@@ -143,7 +143,7 @@ def test_the_first_signal_is_the_first_ranks_and_the_second_is_everybodys(stays,
     heeded_mark(tmp_path / "store").touch()
 
     class Noted(list):
-        """Signals that come once both workers heed them; the second one when the first has arrived."""
+        """Signals that come after both workers handle them; the second one comes after the first has arrived."""
 
         def __len__(self):
             ready = all((tmp_path / f"ready-{rank}").exists() for rank in range(2))
@@ -194,7 +194,10 @@ sys.exit({code} if first else 0)
 def test_a_rank_that_stays_when_the_first_has_finished_is_waited_for_and_not_for_ever(
     longer_s, dies, code, tmp_path, monkeypatch
 ):
-    """4 s: more than a rank gets after a failure. It may have a GPU to leave. However it ends, the run has ended."""
+    """4 s is more than a rank gets after a failure, because it may have a GPU to release.
+
+    The run has ended in any case.
+    """
     stand_in = tmp_path / "python"
     stand_in.write_text(FINISHED.format(python=sys.executable, longer_s=longer_s, dies=dies, code=code))
     stand_in.chmod(0o700)

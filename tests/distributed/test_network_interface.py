@@ -1,4 +1,4 @@
-"""Which interface a rank talks on: one that the others reach, and none outside the host where all are on it."""
+"""Interfaces that a rank uses: one that the others reach, and none outside the host if all are on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with two networks."""
+    """Return a host with two networks."""
     found = {
         "lo": [Address(socket.AF_INET, "127.0.0.1")],
         "eth0": [Address(socket.AF_PACKET, "aa:bb"), Address(socket.AF_INET, "10.0.0.2")],
@@ -55,7 +55,7 @@ def test_ranks_of_one_host_stay_inside():
 
 @pytest.mark.parametrize("more", [{"LOCAL_WORLD_SIZE": "2"}, {"GLOO_SOCKET_IFNAME": "eth0"}], ids=["one host", "two"])
 def test_torchruns_own_rendezvous_is_told_of_too(more):
-    """Ranks of one host stay inside, and it does not."""
+    """Ranks of one host stay inside the host, but torchrun's rendezvous does not."""
     agent = {**RANKS, **more, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert "rendezvous listens on every interface" in exposure(find_environment(agent))
     assert "rendezvous" not in (exposure(find_environment({**RANKS, **more})) or "")

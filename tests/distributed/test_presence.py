@@ -1,4 +1,4 @@
-"""Whether a rank gets on, as the others see it."""
+"""Progress of a rank, as the other ranks see it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ["stage 0", "stage 1"]
 
 
 class Beats(dict):
-    """A store."""
+    """A store of heartbeats."""
 
     def check(self, keys):
         return all(key in self for key in keys)
@@ -68,7 +68,7 @@ def test_what_was_seen_before_a_wait_says_nothing_about_it(seen):
     watcher.check([1])
 
 
-# Alone in a process: the threads of pytest and of its workers have work of their own.
+# Run alone in a process, because the threads of pytest and of its workers have their own work.
 WAITS_THEN_WORKS = '''
 import subprocess, sys, threading, time
 from pathlib import Path
@@ -114,7 +114,7 @@ group.close()
 
 
 def test_a_process_that_only_waits_does_no_work(tmp_path):
-    """Gloo's threads wake up a hundred times a second, a store's answer other ranks, and looking takes time too."""
+    """Gloo's threads wake up a hundred times per second, and answers of a store and checks cost time too."""
     command = [sys.executable, "-c", WAITS_THEN_WORKS, str(tmp_path)]
     ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patient(100))
     assert ended.returncode == 0, ended.stderr

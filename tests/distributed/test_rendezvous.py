@@ -1,4 +1,4 @@
-"""Ranks find each other in a store whatever an earlier start has left there, and say who is missing."""
+"""Ranks find each other in a store that may hold entries of an earlier start, and name missing ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def submit(pool, store, rank, world_size, timeout_s=LATER_S, interface=LOOPBACK,
 
 
 def start(store, world_size, ranks=None, timeout_s=LATER_S):
-    """Each rank's part of the store, of those that come, in the order in which they are told to."""
+    """Start each rank's part of the store, for the ranks that come, in the given order."""
     ranks = list(range(world_size)) if ranks is None else ranks
     with ThreadPoolExecutor(len(ranks)) as pool:
         return {rank: submit(pool, store, rank, world_size, timeout_s) for rank in ranks}
@@ -73,7 +73,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_falls_silent_is_not_waited_for(rank, monkeypatch):
-    """Its process is stopped, and the kernel still takes what is sent there."""
+    """Its process is stopped, but the kernel still accepts data that is sent there."""
     monkeypatch.setattr(rendezvous_module, "_SILENT_S", 0.5)
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as holder:
         try:
@@ -95,7 +95,7 @@ def test_without_rank_0_the_others_say_so():
 
 @pytest.mark.parametrize("strangers", [[1], [2], [1, 2]])
 def test_ranks_of_another_number_are_refused_by_all(strangers):
-    """Also those whose own number rank 0 does not know of."""
+    """A rank whose number rank 0 does not know refuses too."""
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
         others = [submit(pool, store, rank, 3) for rank in strangers]
@@ -131,7 +131,7 @@ def test_ranks_of_another_release_are_refused_by_name(monkeypatch):
 
 
 def test_who_has_given_up_is_missed():
-    """Rank 0 comes late, and does not take an answer for a rank that waits."""
+    """Rank 0 comes late, and does not take an old answer for a rank that waits."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         gone = submit(pool, store, 1, 3, SOON_S)
@@ -143,7 +143,7 @@ def test_who_has_given_up_is_missed():
 @pytest.mark.parametrize("order", [(1, 2, 0), (2, 0, 1), (0, 1, 2), (1, 0, 2)])
 @pytest.mark.parametrize("refusing", [0, 1, 2])
 def test_why_one_does_not_take_part_is_told_to_all(refusing, order):
-    """Once: who refuses has said it on its own host, and rank 0 says it where the user looks. In whatever order."""
+    """The rank that refuses prints it on its own host, and rank 0 prints it once for the user, in either order."""
     store = HashStore()
     began_s = time.monotonic()
     ranks = {}

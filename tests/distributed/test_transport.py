@@ -1,4 +1,4 @@
-"""By what activations travel, and in what surroundings and order communicators are made."""
+"""The transport of activations, and the environment and order in which communicators are made."""
 
 from __future__ import annotations
 
@@ -107,8 +107,10 @@ NCCL = NcclOptions("nccl", torch.device("cpu"), object)  # type: ignore[arg-type
 
 
 def test_every_rank_makes_its_own_communicators_in_one_order_and_opens_its_own_nccl_channels(monkeypatch):
-    """Stage 1 of 3 has both ends. One communicator a directed edge, whose sender is rank 0 of it; the return edge,
-    which carries no activations, has no channel."""
+    """Stage 1 of 3 has both ends. Each directed edge has one communicator, whose rank 0 is the sender.
+
+    The return edge carries no activations and has no channel.
+    """
     calls = Calls(monkeypatch)
     connect(calls, 1, 3, NCCL)
     assert calls.made == [

@@ -1,7 +1,6 @@
-"""A pipeline whose stages hold tokens in place of keys and values: quick, and each token depends on every page.
+"""A pipeline whose stages hold tokens instead of keys and values: quick, and each token depends on every page.
 
-The next token is a hash of what the last stage reads through its page tables. A page or a table that is not the
-sequence's own shows in it.
+The next token is a hash of what the last stage reads through its page tables. A wrong page or a wrong table changes it.
 """
 
 from __future__ import annotations

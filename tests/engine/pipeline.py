@@ -1,4 +1,4 @@
-"""A whole pipeline in one process: the runtime's own stages, runners and engine, one thread a stage.
+"""A whole pipeline in one process: the runtime's own stages, runners and engine, one thread per stage.
 
 Only the wire is replaced, by the in-process channel, whose frames pass through the same codec.
 """
@@ -43,7 +43,7 @@ def stage_models(
     layer_split: tuple[int, ...] | None = None,
 ):
     facts = check_model(directory)
-    return facts, [  # a backend each: it owns scratch memory, and stages run at the same time
+    return facts, [  # one backend per stage: it owns scratch memory, and stages run at the same time
         load_stage(directory, layers, facts.num_layers, dtype, CPU, choose_backend("auto", CPU, None))
         for layers in partition(facts.num_layers, num_stages, layer_split)
     ]
@@ -55,7 +55,7 @@ def head_of(directory: Path, dtype: torch.dtype) -> LMHead:
 
 
 class InTurn:
-    """A HeadPlacement that heeds no times."""
+    """A HeadPlacement that ignores times."""
 
     def __init__(self):
         self._last = False
@@ -73,7 +73,7 @@ class InTurn:
 
 
 class ListRecorder:
-    """Keeps events in memory."""
+    """Recorder that keeps events in memory."""
 
     def __init__(self, events=None):
         self.events = [] if events is None else events
@@ -155,7 +155,7 @@ def run_pipeline(
     cost: CostModel | None = None,
     moves_head: bool = True,
 ) -> Outcome:
-    """moves_head: the first of several stages computes the head of every other microbatch that has one."""
+    """Run a pipeline; moves_head: the first stage computes every other head instead of the last stage."""
     facts, models = stage_models(directory, stages, dtype, layer_split)
     inflight = inflight or stages
     clock = SystemClock()

@@ -1,4 +1,4 @@
-"""How many rows the engine takes from its source before they can run."""
+"""The number of rows that the engine takes from its source before they can run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.pipeline import ListRecorder, ListSink
 
 
 def admitted(lengths: list[int], max_num_seqs: int, max_new_tokens: int = 8) -> tuple[Engine, MemorySource]:
-    """An engine that has looked once at a source of prompts of these lengths."""
+    """Return an engine that has looked once at a source of prompts of these lengths."""
     clock = ManualClock()
     engine = Engine(
         Limits(2, 16, max_num_seqs, 512, 4, 512, 2),
@@ -50,6 +50,6 @@ def test_long_prompts_wait_up_to_a_number_of_tokens(monkeypatch):
 
 
 def test_a_look_ends_also_if_its_rows_are_answered_at_once():
-    """Otherwise a file of them would be read to its end before a signal was seen."""
+    """Otherwise a file of such rows would be read to its end before a signal is handled."""
     engine, source = admitted([3] * 100, max_num_seqs=32, max_new_tokens=0)
     assert engine._coordinator.num_waiting == 0 and len(source.take(200)) == 68

@@ -1,4 +1,4 @@
-"""Several replicas behind one source and one sink, with engines that are doubles: every row is answered once."""
+"""Several replicas with one source and one sink, and fake engines: every row is answered once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rows(count: int, *, arrival_s: float = 0.0, first: int = 0) -> list[Row]:
 
 
 class Sink:
-    """Keeps who answered what."""
+    """A sink that keeps which replica answered which row."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[object, str]] = []
@@ -56,7 +56,10 @@ class Sink:
 
 @dataclass
 class Engine:
-    """Answers with its own number, `a_turn` rows at a time, each in slow_s. dies_after: rows, then it loses a stage."""
+    """A fake engine that answers with its own number.
+
+    It answers `a_turn` rows at a time, each in slow_s. After `dies_after` rows it loses a stage.
+    """
 
     number: int = 0
     a_turn: int = 4
@@ -95,7 +98,7 @@ class Engine:
 
 
 class Leader:
-    """Another replica: the runtime's own source and sink around an engine that is a double."""
+    """Another replica: the runtime's own source and sink around a fake engine."""
 
     def __init__(self, engine: Engine, offset_s: float = 0.0) -> None:
         self.engine = engine
@@ -126,7 +129,7 @@ class Leader:
 
 
 class _Mortal(ByteStreamReceiver):
-    """What comes of a leader; once it has died, its edge raises."""
+    """The edge to a leader, which raises after the leader has died."""
 
     def __init__(self, channel: QueueChannel[torch.Tensor], leader: Leader) -> None:
         super().__init__(channel)
@@ -215,7 +218,7 @@ def test_what_cannot_run_is_told_by_replica_0_and_still_when_that_is_lost():
 @pytest.mark.parametrize("finder", [0, 1])
 @pytest.mark.parametrize("what", [OutputError("no space left"), PeerLostError("taken over by a later start")])
 def test_what_the_sink_raises_ends_the_run_whoever_finds_out(finder, what):
-    """It is never taken for the loss of replica 0, whose other replicas would go on."""
+    """An error of the sink is never taken for the loss of replica 0; then the other replicas would continue."""
 
     class Full(Sink):
         def finish(self, row, completion, metrics):
@@ -257,7 +260,7 @@ def test_told_to_stop_nothing_more_is_begun_anywhere_and_what_runs_is_finished()
         return None
 
     class Endless(MemorySource):
-        """As standard input that nobody closes; only the run can."""
+        """A source like standard input that never closes; only the run can close it."""
 
         closed = False
 
@@ -343,7 +346,7 @@ def test_after_an_exception_no_replica_goes_on_with_what_was_asked_before(where)
         sink, answered = Sink(), [engine.answered for engine in engines]
         made.run(MemorySource(rows(60, first=10000 * turn + 5000)), sink)
         assert sink.ids() == sorted((f"id {10000 * turn + 5000 + index}" for index in range(60)), key=str)
-        # Each may have been in the middle of a turn.
+        # Each replica may have been in the middle of a turn.
         assert sum(engine.answered for engine in engines) - sum(answered) <= 60 + 2 * len(engines)
     assert [leader.aborted for leader in leaders] == [2, 2] and not made.lost
     made.close()
@@ -372,7 +375,10 @@ def test_who_watches_sees_the_stages_of_all_replicas():
 
 
 def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_once():
-    """Who sends to a leader and who listens to it find out apart; between them an answer is on its way to the disk."""
+    """The sender to a leader and its listener detect the loss separately.
+
+    In between, an answer may be on its way to disk.
+    """
     writing, lost = threading.Event(), threading.Event()
 
     class Slow(Sink):
@@ -397,7 +403,7 @@ def test_an_answer_that_is_being_written_when_its_replica_is_lost_is_written_onc
 
 def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
     class Late(Engine):
-        """Loses another replica between its last answer and its look at whether there is more."""
+        """An engine that loses another replica between its last answer and its next look for rows."""
 
         def run(self, source, sink, stop=NEVER_ASKED):
             class Watched:
@@ -420,7 +426,7 @@ def test_a_replica_that_is_lost_when_all_is_answered_holds_nobody_up():
 
 def test_what_waits_for_room_keeps_its_order_when_a_replica_is_lost():
     class Wide(MemorySource):
-        """Gives more than was asked for: as if a replica had been lost meanwhile."""
+        """A source that gives more rows than requested, as if a replica had been lost meanwhile."""
 
         def take(self, limit):
             return super().take(limit + 6)

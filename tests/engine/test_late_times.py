@@ -1,4 +1,4 @@
-"""A device that tells its times late, as a GPU does: nothing waits for it, and nothing it tells is lost."""
+"""A device that reports its times late, as a GPU does: nothing waits for it, and no time is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COST = CostModel(1, tuple(StageCost((s, s + 1), a0=1e-3, a1=1e-4, a2=0.0, a3=0.0
 
 @dataclass
 class LateTimer:
-    """Tells of a point when `behind` more were marked, or when that point was waited for."""
+    """A timer that reports a point after `behind` later marks, or after a wait for that point."""
 
     clock: Clock
     behind: int
@@ -69,7 +69,7 @@ class LateMark:
 
 
 class Answers:
-    """A stage that hands on zeros, or answers no token."""
+    """A stage that passes on zeros, or answers without a token."""
 
     counts_cpu = True
     bytes_read = 0
@@ -129,7 +129,7 @@ def test_each_span_is_recorded_told_and_its_buffer_given_back_when_the_device_ha
 
 
 class WaitingChannel(QueueChannel[Tensor]):
-    """Copies what the device computed, as a wire through host memory does: when it has sent, the device is done."""
+    """A channel that copies the device's results, like a wire through host memory: after a send, the device is done."""
 
     timer: LateTimer
 
@@ -151,7 +151,7 @@ def test_where_sending_waits_for_the_device_a_span_is_settled_at_once() -> None:
 
 
 class LostChannel(QueueChannel[Tensor]):
-    """Nobody is there any more."""
+    """A channel whose peer is lost."""
 
     def reserve(self) -> None:
         raise PeerLostError("rank 1 is lost")
@@ -169,7 +169,7 @@ def test_what_was_computed_is_in_the_trace_though_nobody_takes_it() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("inflight", [STAGES, STAGES + 1])
 def test_a_run_whose_device_is_as_late_as_can_be_ends_with_every_span_and_the_same_tokens(inflight: int) -> None:
-    """Two marks a microbatch: no device is further behind than what is in flight."""
+    """Each microbatch has two marks, so a device is at most the microbatches in flight behind."""
     here, late = (
         run_pipeline(
             Path(ADDER), PROMPTS, stages=STAGES, inflight=inflight, policy="balanced", cost=COST, new_timer=new_timer,
@@ -194,7 +194,7 @@ class LateTimerOf:
 
 
 class WatchingPolicy:
-    """Keeps what it is told of the stages' cost."""
+    """A policy that keeps the stage costs that it receives."""
 
     def __init__(self) -> None:
         self.cost: CostModel | None = None
@@ -210,7 +210,7 @@ class WatchingPolicy:
 
 @pytest.mark.parametrize("late", [0, 1, STAGES])
 def test_times_told_late_teach_the_cost_of_the_microbatch_they_are_of(late: int) -> None:
-    """Microbatches of very different sizes, told as taking 1 ms a token on stage 0, 2 ms on stage 1, ..."""
+    """Microbatches of very different sizes report 1 ms per token on stage 0, 2 ms on stage 1, ..."""
     policy = WatchingPolicy()
     coordinator = Coordinator(Limits(STAGES, 64, 64, 512, 4, 4096, STAGES), policy, cost=COST)
     issued: list[MicroBatch] = []

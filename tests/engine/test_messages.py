@@ -1,4 +1,4 @@
-"""What rank 0 and other leaders tell each other survives the way, and nothing else passes for it."""
+"""Messages between rank 0 and other leaders survive the wire, and nothing else is taken for one."""
 
 from __future__ import annotations
 

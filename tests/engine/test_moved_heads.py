@@ -1,4 +1,4 @@
-"""Heads that the first stage computes for the last one: the same tokens, told and refused as what they are."""
+"""Heads that the first stage computes for the last one: the same tokens, and correct reports and refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_same_tokens_wherever_the_head_is(stages: int, sampling: SamplingPar
 
 
 class OneStage:
-    """The first of two: its layers take a second and its head half of one."""
+    """The first of two stages: its layers take a second and its head takes half a second."""
 
     counts_cpu = True
     bytes_read = 0
@@ -89,7 +89,7 @@ class OneStage:
 
 
 class Answering(QueueChannel[Tensor]):
-    """What the last stage would say to each microbatch."""
+    """A pipeline that gives the last stage's answer to each microbatch."""
 
     def __init__(self, clock: ManualClock, answer: Callable[[MicroBatchFrame], Frame], rows: int = 1) -> None:
         super().__init__(clock, 9)
@@ -118,7 +118,7 @@ def drive(
     debug_nan: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[ListSink, ListRecorder, Answering]:
-    """One request of one token, with a last stage that has far more to do."""
+    """Run one request of one token, with a last stage that has far more to do."""
     clock = ManualClock()
     recorder, sink = ListRecorder(), ListSink()
     channel = Answering(clock, answer)
@@ -207,7 +207,7 @@ def test_a_head_without_memory_is_computed_at_a_second_attempt(monkeypatch: pyte
 def test_processes_move_heads_unless_told_not_to(head: str, some: bool, tmp_path: Path) -> None:
     """The traces add up, and the answers are those of one stage, which moves none."""
     files, alone = Files(tmp_path / "two"), Files(tmp_path / "one")
-    # The last one has the most layers, and so a good reason to give its heads away.
+    # The last stage has the most layers, and so a good reason to give its heads away.
     for these, options in ((files, ("--stages", "2", "--layer-split", SPLIT, "--head", head)), (alone, ())):
         these.input.parent.mkdir(exist_ok=True)
         these.write_prompts(PROMPTS, max_new_tokens=12, ignore_eos=True)

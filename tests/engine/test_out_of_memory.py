@@ -1,4 +1,4 @@
-"""A microbatch that finds no memory is tried once more, and less is asked for from then on; or the run ends with 75."""
+"""A microbatch without memory is retried once and later ones are smaller; or the run ends with 75."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def something_else() -> None:
 
 
 class Starved:
-    """A stage whose next computations fail like that."""
+    """A stage whose next computations run out of memory."""
 
     counts_cpu = True
     bytes_read = 0
@@ -63,7 +63,7 @@ class NoRecorder:
 
 
 def run(*failures: Callable[[], None], last: bool = False, short: bool = False) -> tuple[bool, bool]:
-    """Whether two microbatches after each other are told to have been short of memory."""
+    """Return for two microbatches in a row if they are reported as short of memory."""
     clock = ManualClock()
     edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
     runner = StageRunner(
@@ -83,7 +83,7 @@ def run(*failures: Callable[[], None], last: bool = False, short: bool = False) 
 def test_a_second_attempt_is_told(failure, last):
     assert run(failure, last=last) == (True, False)
     assert run(last=last) == (False, False)
-    assert run(last=last, short=True) == (True, True)  # of a stage before
+    assert run(last=last, short=True) == (True, True)  # of an earlier stage
 
 
 @pytest.mark.parametrize("failure", [no_memory_on_the_host, no_memory_on_a_device])
@@ -96,7 +96,10 @@ def test_there_is_no_third(failure):
 
 
 def test_a_rank_that_shares_its_stage_makes_no_second_attempt_and_is_not_busy_afterwards():
-    """The others would not know of it, and wait for it in a sum. Rank 0 may go on with other replicas: it hangs not."""
+    """The other ranks would not know of a retry and would wait for it in a sum.
+
+    Rank 0 may continue with other replicas.
+    """
     clock = ManualClock()
     edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
     stage = Starved(last=False, failures=[no_memory_on_the_host])

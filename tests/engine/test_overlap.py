@@ -1,6 +1,6 @@
 """Chunks that compute some tokens again, and chunks cut at paragraph ends, change no greedy token.
 
-The tokens before a chunk's own get the same keys and values, in the same places, that they have there already.
+The tokens before a chunk's own tokens get the same keys and values again, in the same slots.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def issued_chunks(events: Sequence[Event]) -> list[Chunk]:
 
 
 def repeated_tokens(chunks: list[Chunk]) -> int:
-    """Prefill tokens that were computed before in the same epoch of their sequence."""
+    """Count prefill tokens that were computed before in the same epoch of their sequence."""
     ends: dict[tuple[int, int], int] = {}
     repeated = 0
     for chunk in chunks:
@@ -51,7 +51,7 @@ def repeated_tokens(chunks: list[Chunk]) -> int:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("overlap", [0.1, 0.3])
 def test_overlap_changes_no_token(stages, overlap, reference):
-    """gemma3_text: windowed and full layers, so a chunk's first rows see other keys than its last."""
+    """gemma3_text has windowed and full layers, so a chunk's first rows see other keys than its last."""
     known = reference("gemma3_text")
     policy = f"chunkllm:threshold=13,overlap={overlap}"
     outcome = run_pipeline(known.directory, known.prompts, stages=stages, policy=policy)
@@ -73,7 +73,7 @@ def test_overlap_changes_no_token_of_a_sequence_that_is_recomputed(reference):
 
 
 def test_a_request_is_first_issued_once_though_its_first_tokens_are_computed_twice(reference):
-    """The second chunk begins at token 0 again where the first paragraph is shorter than the overlap."""
+    """The second chunk starts at token 0 again if the first paragraph is shorter than the overlap."""
     known = reference("gemma3_text")
     prompts = [prompt for prompt in known.prompts if len(prompt) >= 40]
     outcome = run_pipeline(
@@ -96,7 +96,7 @@ def test_a_request_is_first_issued_once_though_its_first_tokens_are_computed_twi
     assert any(len(times) > 1 for times in started.values())
 
 
-# One token a character, and one before all of them: the paragraph ends after 8.
+# One token per character and one before all of them, so the paragraph ends after 8.
 TWO_PARAGRAPHS = "1+2=3\n\n12+30="
 SPEC = "chunkllm:threshold=10,overlap=0.2"
 
@@ -107,7 +107,7 @@ def prefill_chunks(trace: Path) -> set[tuple[int, int]]:
 
 
 def test_generate_cuts_prompts_at_their_paragraphs(tmp_path):
-    """Prompts run whole only where fewer than four are there: those read first, and the last ones."""
+    """Prompts run whole only if fewer than four are present: those read first, and the last ones."""
     files = Files(tmp_path)
     files.input.write_text("".join(json.dumps({"prompt": TWO_PARAGRAPHS}) + "\n" for _ in range(40)))
     run((*COMMAND, *files.options(ADDER, "--policy", SPEC, "--quiet", "--max-new-tokens", "2")), tmp_path)

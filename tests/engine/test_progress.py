@@ -1,4 +1,4 @@
-"""What the engine tells whoever watches, on a clock that moves only while a microbatch runs."""
+"""Progress reports of the engine, on a clock that moves only while a microbatch runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPUTE_S = (0.5, 0.25)
 
 
 class OneSecondPipeline:
-    """Two stages in one: each microbatch is back a second after it was issued."""
+    """Two stages in one: each microbatch is back one second after it was issued."""
 
     def __init__(self, results: QueueChannel, clock: ManualClock) -> None:
         self._results = results
@@ -42,7 +42,7 @@ class OneSecondPipeline:
 
 
 def reports(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0) -> list[Progress]:
-    """Those of one request, cut into chunks of 4 tokens on pages of 4."""
+    """Return the reports of one request, cut into chunks of 4 tokens on pages of 4."""
     clock = ManualClock()
     results = QueueChannel(clock, 4)
     limits = Limits(2, 4, 8, 64, 4, 16, 1)

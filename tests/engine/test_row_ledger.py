@@ -1,4 +1,4 @@
-"""Every row is answered once while a replica is left, whatever happens in which order."""
+"""Every row is answered once while a replica is left, for any order of events."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class RowLedgerMachine(RuleBasedStateMachine):
         assert self.ledger.may_give == (bool(self.waiting) or (held and not self.stopped))
 
     def teardown(self):
-        """No row is lost while a replica is left: all that were not dropped are answered in the end."""
+        """Check that no row is lost while a replica is left: in the end all rows that were not dropped are answered."""
         if not self.present:
             return
         for _ in self.rows:  # each round answers at least one

@@ -20,7 +20,7 @@ from tests.commands.test_emulated import write_profile
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("awake")]
 
 STAGES = 3
-# Results come back in the middle of the first stage's next compute, tens of milliseconds from where order would turn.
+# Results come back in the middle of the first stage's next compute, tens of milliseconds before the order would change.
 COSTS = {"a0": 0.1, "a1": 1.5e-3, "a3": 1e-6}
 WORKLOAD = "fixed:n=9,prompt=48,output=4"
 
@@ -46,7 +46,9 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
         return files.report() | {"order": [line["x"] for line in lines if line["e"] == "issued"]}
 
     def off(report: dict[str, Any]) -> float:
-        """A machine that stands still for tens of milliseconds turns the order: two results come at once."""
+        """Measure the difference; a machine that pauses for tens of milliseconds changes the order: two results come at
+        once.
+        """
         return abs(report["bubble_ratio"] - predicted.bubble_ratio) + (report["order"] != expected)
 
     expected = [event.text for event in timeline.issued]
@@ -58,7 +60,7 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
 
 
 def test_replicas_of_a_gloo_run_and_of_its_simulation_agree(tmp_path: Path) -> None:
-    """16 requests, of which each replica holds 6 at first: the others are given as those end."""
+    """Of 16 requests each replica holds 6 at first; it gets the others as those end."""
     workload = parse_workload("fixed:n=16,prompt=48,output=4")
     path = write_profile(tmp_path / "profile.json", 2, **COSTS)
     seats = {"chunk_size": 48, "max_num_seqs": 3}

@@ -18,7 +18,7 @@ KIB = 1024
 
 
 def answers(**options) -> list[tuple[tuple[int, ...], str] | str]:
-    """Each prompt's tokens and finish reason, or the code of its error."""
+    """Return each prompt's tokens and finish reason, or the code of its error."""
     params = [SamplingParams(max_new_tokens=most, ignore_eos=True) for most in LENGTHS]
     with LLM(str(ADDER), dtype="float32", **options) as llm:
         found = llm.generate(PROMPTS, params)

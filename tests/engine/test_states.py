@@ -1,7 +1,7 @@
 """Naps in each of five places must show in that place's figure and in no other.
 
-The runtime's own engine, runners and channels, two stages in two threads; the stages sleep instead of computing, on
-a clock that only sleeping moves, so that every second is accounted for.
+The runtime's own engine, runners and channels run two stages in two threads. The stages sleep instead of computing.
+Only sleeping moves the clock, so every second is accounted for.
 """
 
 import math
@@ -34,12 +34,15 @@ NUM_THREADS = 2
 
 
 class SharedTime:
-    """One clock for all threads. It moves when each of them sleeps or waits, to where the first sleeper wakes."""
+    """One clock for all threads.
+
+    When each of them sleeps or waits, it moves to the time at which the first sleeper wakes.
+    """
 
     def __init__(self):
         self._now_s = 0.0
         self._changed = threading.Condition()
-        self._blocked = []  # (may it go on?, when its sleep ends) of each thread
+        self._blocked = []  # (may it continue?, when its sleep ends) for each thread
 
     def now(self):
         return self._now_s
@@ -76,7 +79,7 @@ class SharedTime:
 
 
 class SleepingStage:
-    """Takes 2 ms a microbatch; the last one answers token 1."""
+    """A stage that takes 2 ms per microbatch; the last one answers token 1."""
 
     counts_cpu = True
     bytes_read = 0
@@ -102,7 +105,10 @@ class SleepingStage:
 
 
 class NappingChannel(QueueChannel):
-    """Sleeps where told: while the sender holds a message, while it reserves, or after the receiver has got one."""
+    """A channel that sleeps at the chosen point.
+
+    The point is while the sender holds a message, while it reserves, or after the receiver has received one.
+    """
 
     def __init__(self, clock, naps):
         super().__init__(clock, 3)
@@ -131,7 +137,7 @@ class NappingChannel(QueueChannel):
 
 
 class NappingSource(ListSource):
-    """Has a row each time that it was waited for, and sleeps then; nothing is in flight."""
+    """A source that has a row after each wait and then sleeps, while nothing is in flight."""
 
     def __init__(self, rows, nap):
         super().__init__(rows, per_take=1)
@@ -152,7 +158,7 @@ def quiet():
 
 
 def run(place):
-    """One request after the other through two stages, asleep NUM_NAPS times at `place` on stage 1's side."""
+    """Run one request after the other through two stages, asleep NUM_NAPS times at `place` on stage 1's side."""
     left = [NUM_NAPS]
     clock = SharedTime()
 

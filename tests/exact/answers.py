@@ -1,7 +1,7 @@
-"""transformers' greedy answers to prompts that they decide by more than a rounding.
+"""Greedy answers of transformers to prompts that they decide by more than a rounding.
 
-A prompt along whose answer the two best logits nearly tie says nothing about exactness, because a rounding
-may decide it. Such prompts are replaced by the next draw here, from the reference alone, before any run.
+If the two best logits nearly tie along an answer, a rounding may decide it. Such a prompt shows nothing about
+exactness. Before any run, the next draw replaces it here, from the reference alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_DRAWS = 20
 
 
 def make_reference(family: str, directory: Path, seed: int = 0, config: PretrainedConfig | None = None) -> Reference:
-    """Write the family's checkpoint, of that config where one is given, and answer its prompts."""
+    """Write the family's checkpoint, with that config if given, and answer its prompts."""
     model = write_checkpoint(family, directory, seed, config=config)
     answers = [_clear_prompt(model, length, 1000 * seed + place) for place, length in enumerate(LENGTHS)]
     prompts, outputs = zip(*answers, strict=True)
@@ -28,7 +28,7 @@ def make_reference(family: str, directory: Path, seed: int = 0, config: Pretrain
 
 
 def _clear_prompt(model: Any, length: int, seed: int) -> tuple[Tokens, Tokens]:
-    """The first of the seed's draws whose answer is decided by more than rounding, and the answer."""
+    """Return the first of the seed's draws whose answer is decided by more than rounding, and the answer."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(_MOST_DRAWS):
         prompt = tuple(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist())
@@ -40,9 +40,9 @@ def _clear_prompt(model: Any, length: int, seed: int) -> tuple[Tokens, Tokens]:
 
 
 def generate(model: Any, prompt: Tokens, num_tokens: int, eos_token_ids: Sequence[int] = ()) -> tuple[Tokens, float]:
-    """transformers' greedy answer to one prompt alone, and its smallest gap between the two best logits.
+    """Return transformers' greedy answer to one prompt alone, and its smallest gap between the two best logits.
 
-    Without eos_token_ids no token ends the answer, whatever the model's configuration says.
+    Without eos_token_ids no token ends the answer, whatever the model's configuration contains.
     """
     settings = model.generation_config
     settings.eos_token_id = list(eos_token_ids) or None

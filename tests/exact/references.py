@@ -1,6 +1,6 @@
-"""What transformers' own `generate` answers to the same prompts: what every run must equal, token for token.
+"""Answers of transformers' own `generate` to the same prompts: every run must equal them, token for token.
 
-This file imports neither torch nor transformers, which most who read a reference do without.
+This file imports neither torch nor transformers, because most readers of a reference do not need them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Around the windows (12), the chunk sizes (7, 16, 64) and the pages (4) of the runs, in no order.
+# Lengths around the windows (12), the chunk sizes (7, 16, 64) and the pages (4) of the runs, in no order.
 LENGTHS = (33, 1, 64, 12, 7, 90, 16, 2, 23, 65, 4, 47, 17, 8, 71, 13, 3, 31, 5, 53, 11, 20, 15, 40)
 NEW_TOKENS = 8
-LEAST_GAP = 1e-4  # between the two best logits, in shares of the largest absolute logit
+LEAST_GAP = 1e-4  # between the two best logits, as a share of the largest absolute logit
 
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One family's checkpoint, 24 prompts, and what transformers answers to them with end tokens disabled."""
+    """One family's checkpoint, 24 prompts, and transformers' answers to them with end tokens disabled."""
 
     family: str
     directory: Path
@@ -39,7 +39,7 @@ class Reference:
 
     @cached_property
     def model(self) -> Any:
-        """transformers' own, of the checkpoint's weights."""
+        """Load transformers' own model with the checkpoint's weights."""
         from tests.model.families import build_model
 
         return build_model(self.family, self.seed, self.config)
@@ -50,7 +50,7 @@ class Reference:
         return generate(self.model, prompt, num_tokens, eos_token_ids)[0]
 
     def longer(self, num_tokens: int, longest_prompt: int) -> dict[Tokens, Tokens]:
-        """Short prompts with answers of num_tokens, without those that nearly tie on the longer way."""
+        """Return short prompts with answers of num_tokens, without those that nearly tie further on."""
         from tests.exact.answers import generate
 
         prompts = [prompt for prompt in self.prompts if len(prompt) <= longest_prompt]
@@ -58,21 +58,21 @@ class Reference:
         return {prompt: output for prompt, (output, gap) in answers.items() if gap >= LEAST_GAP}
 
     def prefixes(self, max_model_len: int) -> list[Tokens]:
-        """The outputs where prompt and output together may have no more than max_model_len tokens."""
+        """Cut the outputs so that prompt and output together have at most max_model_len tokens."""
         return [
             output[: max(0, max_model_len - len(prompt))]
             for prompt, output in zip(self.prompts, self.outputs, strict=True)
         ]
 
 
-References = Callable[[str], Reference]  # of a family
+References = Callable[[str], Reference]  # by family
 
 
 def shared_reference(family: str, shared: Path) -> Reference:
-    """The family's, made once for the processes that test side by side and one after the other.
+    """Return the family's reference, made once for test processes that run at the same time or one after the other.
 
-    If two ask for it at the same time, both make it. shared: a directory that these processes alone use. No test may
-    change a checkpoint in it.
+    If two processes ask for it at the same time, both make it. shared: a directory that only these processes use. No
+    test may change a checkpoint in it.
     """
     found = shared / f"{family}-{version('transformers')}"
     if not found.is_dir():

@@ -1,6 +1,6 @@
-"""bfloat16 runs: as near to float32 as transformers' own bfloat16 is, and no further.
+"""bfloat16 runs: as near to float32 as transformers' own bfloat16, and no nearer.
 
-Exact tokens are not promised there; rounding decides a few of the tokens of any prompt.
+Exact tokens are not promised there, because rounding decides a few of the tokens of any prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 
 def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: int) -> Tensor:
-    """(T, vocab) of one sequence in chunks, through two stages."""
+    """Compute the (T, vocab) logits of one sequence in chunks, through two stages."""
     facts, models = stage_models(directory, 2, dtype)
     kvs = [KVShard(model.layers, 16, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU) for model in models]
     rows, start = [], 0
@@ -55,7 +55,7 @@ def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: i
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_no_farther_from_float32_than_those_of_transformers(family, page_size, reference):
-    """Pages of 16 are of a size that our own kernel takes, where heads have 16 channels."""
+    """Our own kernel accepts pages of 16 if heads have 16 channels."""
     known = reference(family)
     (prompt,) = (prompt for prompt in known.prompts if len(prompt) == sum(CHUNKS))
     token_ids = torch.tensor(prompt)

@@ -1,8 +1,8 @@
-"""Greedy float32 output equals transformers' `generate`, token for token, whatever cuts and batches the work.
+"""Greedy float32 output equals transformers' `generate`, token for token, for any split and batching of the work.
 
-Every family, stage count, chunk size and policy in one process, over the in-process channel. The default run
-covers each stage count, chunk size and policy of every family, in combinations that differ between families;
-`--full` runs every combination.
+Every family, stage count, chunk size and policy runs in one process, over the in-process channel. The default run
+covers each stage count, chunk size and policy of every family, in combinations that differ between families. `--full`
+runs every combination.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.model.families import FAMILIES, NUM_LAYERS, WINDOW
 STAGES = (1, 2, 4)
 CHUNK_SIZES = (1, 7, 16, 64, 128)  # the last one is larger than any prompt
 POLICIES = ("sarathi", "orca")
-# One token a microbatch is the slowest case by far: by default every seventh family runs it.
+# One token per microbatch is by far the slowest case: by default every seventh family runs it.
 CHUNKS_OF_ONE = 7
 
 WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss")
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 
 def default_cases(number: int) -> set[tuple[int, int, str]]:
-    """(stages, chunk size, policy) that the family of this number runs by default."""
+    """Return the (stages, chunk size, policy) cases that the family of this number runs by default."""
     cases = {(STAGES[(number + place) % 3], size, "sarathi") for place, size in enumerate(CHUNK_SIZES[1:])}
     cases.add((STAGES[(number // 3) % 3], CHUNK_SIZES[1:][number % 4], "orca"))
     if number % CHUNKS_OF_ONE == 0:
@@ -64,7 +64,7 @@ def test_the_default_run_covers_every_stage_count_chunk_size_and_policy_of_every
 
 
 def expect(outcome: Outcome, outputs: Sequence[Tokens]) -> None:
-    """Names every prompt that differs, not only the first."""
+    """Compare the outputs and name every prompt that differs, not only the first."""
     pairs = enumerate(zip(outcome.tokens, outputs, strict=True))
     assert not {number: pair for number, pair in pairs if pair[0] != pair[1]}
 
@@ -86,7 +86,7 @@ def test_no_policy_changes_a_token(family, stages, policy, reference):
 
 
 def preempting() -> Iterator[object]:
-    """Every family and every shape, by default each shape of one family and each family in one shape."""
+    """Return every family in every shape; by default, one family in each shape and one shape for each family."""
     shapes = ((1, "orca"), (2, "sarathi"), (4, "sarathi"), (2, "balanced"))
     for number, family in enumerate(("llama", *WINDOWED)):
         for place, shape in enumerate(shapes):
@@ -106,7 +106,7 @@ def test_preempted_sequences_are_recomputed_to_the_same_tokens(family, stages, p
 
 @pytest.mark.parametrize("family, inflight", [("llama", 2), ("gemma3_text", 6)])
 def test_sequences_that_are_preempted_over_and_over_keep_their_tokens(family, inflight, reference):
-    """Short prompts and long outputs: many are let in, and few can stay."""
+    """With short prompts and long outputs, many sequences are admitted, and few can stay."""
     answers = reference(family).longer(40, longest_prompt=20)
     assert len(answers) >= 10
     directory, prompts = reference(family).directory, list(answers)
@@ -160,7 +160,7 @@ def test_layers_that_stages_do_not_divide(family, split, reference):
 @pytest.mark.parametrize("num_eos", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 def test_an_end_token_ends_the_output_where_generate_ends(family, num_eos, reference):
-    """End tokens taken from the middle of known outputs, so that some end early and some do not."""
+    """End tokens come from the middle of known outputs, so that some end early and some do not."""
     known = reference(family)
     eos = [known.outputs[number][NEW_TOKENS // 2] for number in range(num_eos)]
     expected = [known.generate(prompt, NEW_TOKENS, eos) for prompt in known.prompts]
@@ -174,9 +174,10 @@ def test_an_end_token_ends_the_output_where_generate_ends(family, num_eos, refer
 
 @pytest.mark.parametrize("num_pages", [35, 36])
 def test_outputs_end_at_the_longest_legal_sequence(num_pages, reference):
-    """It has 71 tokens by max_model_len, also if the KV cache holds 70: the last token needs no place there.
+    """max_model_len limits the sequence to 71 tokens, even if the KV cache holds 70: the last token needs no slot
+    there.
 
-    A prompt as long as that needs one, and gets an empty answer.
+    A prompt of that length needs one, and gets an empty answer.
     """
     known, most = reference("smollm3"), 71
     longest = min(most, 2 * num_pages)

@@ -1,4 +1,4 @@
-"""What a request samples depends on its prompt, parameters and seed alone: not on stages, chunks or batch mates."""
+"""The samples of a request depend only on its prompt, parameters and seed: not on stages, chunks or batch mates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.exact.references import Reference, Tokens
 
 NUM_PROMPTS = 16
 NEW_TOKENS = 10
-# The alone run: prompts that end inside a page and beyond a window, one of them of a single token.
+# Prompts of the run alone: they end inside a page and beyond a window, and one has a single token.
 ALONE = (1, 3, 5, 10)
 
 WAYS = {
@@ -50,7 +50,7 @@ def one_thread() -> Iterator[None]:
 
 
 def parameters(**changed: object) -> list[SamplingParams]:
-    """Each prompt its own way of sampling and its own seed, so that a row mixed up with another one shows."""
+    """Return for each prompt a different way of sampling and a different seed, so that mixed-up rows show."""
     ways = list(WAYS.values())
     return [
         replace(SamplingParams(max_new_tokens=NEW_TOKENS, seed=100 + number, **ways[number % len(ways)]), **changed)
@@ -65,7 +65,7 @@ def samples(known: Reference, **setting: object) -> list[Tokens]:
 
 @pytest.fixture(scope="module")
 def plain(reference) -> Callable[[str], list[Tokens]]:
-    """A family's samples from one stage with chunks of 16, taken once."""
+    """Sample a family with one stage and chunks of 16, once."""
     return cache(lambda family: samples(reference(family)))
 
 
@@ -95,7 +95,7 @@ def test_samples_do_not_depend_on_batch_mates(number, reference, plain):
 @pytest.mark.parametrize("policy", ["sarathi", "orca"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_a_preempted_sequence_samples_the_same_tokens_again(family, policy, reference, plain):
-    """A recomputed sequence draws at the positions where it had drawn before, and must not draw twice at one."""
+    """A recomputed sequence draws again at its earlier positions, and must not draw twice at one position."""
     known = reference(family)
     outcome = run_pipeline(
         known.directory,
@@ -120,7 +120,7 @@ def test_the_seed_alone_tells_two_samples_of_a_prompt_apart(reference):
 
 
 def test_the_ways_of_sampling_change_what_is_drawn(reference, plain):
-    """Else the tests above would hold for a runtime that ignores all parameters but the seed."""
+    """Otherwise the tests above would hold for a runtime that ignores all parameters but the seed."""
     known = reference("llama")
     drawn = plain("llama")
     others = {

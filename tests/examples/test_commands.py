@@ -1,6 +1,6 @@
-"""Every command of the README files and of docs/ is run, here or by a test that is named here, or at least parsed.
+"""Every command of the README files and of docs/ is run here, run by a test named here, or at least parsed.
 
-Commands that take long are parsed. A command that is in neither table is run here.
+Commands that take long are only parsed. A command that is in neither table is run here.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ELSEWHERE = {
     "python -m tests.architecture.reference_pages": (
         "tests/architecture/test_readme.py::test_a_reference_page_is_what_the_code_makes"
     ),
-    "source .venv/bin/activate": "launch/setup.sh::set_up",  # it makes what the tests run in
+    "source .venv/bin/activate": "launch/setup.sh::set_up",  # it makes the environment in which the tests run
     "sarathi-pp bench --model examples": BENCH,
 }
-# The start of commands that take minutes to hours, or need other engines. Click parses their options and types.
+# Commands that take minutes to hours, or need other engines, by their start. Click parses their options and types.
 LONG = (
     "python examples/benchmarks/",
     "sarathi-pp bench --model /tmp/m254",
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.timeout(290)
 
 
 def commands(page: str) -> list[str]:
-    """Each command line of the bash blocks of a page; continued lines are one."""
+    """Return each command line of a page's bash blocks, with continued lines joined."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     said = (re.sub(r"\s+", " ", re.split(r"(?:^|   )#", line)[0]).strip() for line in lines)
@@ -69,7 +69,7 @@ HERE = [line for line in LINES if not line.startswith((*ELSEWHERE, *LONG))]
 
 
 def parse(line: str, scripts: Path) -> None:
-    """Raises what click says of a command line; runs nothing."""
+    """Raise click's error for a command line; run nothing."""
     words = shlex.split(line)
     if words[0] == "python":
         script = ROOT / words[1]
@@ -122,7 +122,7 @@ def test_every_page_has_commands_and_most_are_run() -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What the commands find beside them, and where they write."""
+    """Make a folder with the files that the commands read, in which they also write."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("examples", "launch"):
         (folder / name).symlink_to(ROOT / name)
@@ -131,7 +131,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def as_run(line: str, folder: Path) -> str:
-    """The command with what a reader would put into it, sizes that tests can afford, and a port that is free."""
+    """Return the command with a reader's values, sizes that tests can afford, and a free port."""
     line = line.replace("$MODEL", "examples/tiny-adder").replace("$HEAD", "127.0.0.1")
     line = line.replace("--metrics-port 9400", "--metrics-port 0")
     if line.startswith("bash launch/quickstart.sh"):
@@ -146,7 +146,10 @@ def as_run(line: str, folder: Path) -> str:
 
 
 def words_of(line: str, folder: Path) -> tuple[str, ...]:
-    """What bash would start; bash itself where the line asks more of it. Without bash it begins warm (tests/warm)."""
+    """Return the words that bash would start, or bash itself for a complex line.
+
+    Without bash it starts warm (tests/warm).
+    """
     line = line.replace('"$(which sarathi-pp)"', shlex.quote(str(console_script(folder))))
     programs = {"sarathi-pp": COMMAND, "torchrun": (str(TORCHRUN),)}
     first, *others = shlex.split(line)
@@ -157,7 +160,7 @@ def words_of(line: str, folder: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("line", dict.fromkeys(HERE))
 def test_the_others_run(line: str, checkout: Path) -> None:
-    """In the order of the pages: some read what others before them have written."""
+    """They run in the order of the pages, because some read the output of earlier ones."""
     variables = environment()
     variables |= {"PATH": f"{Path(sys.executable).parent}:{variables['PATH']}", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(

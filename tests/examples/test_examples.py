@@ -1,4 +1,4 @@
-"""Every file of examples/ that a user is told to run, run as told; one that nobody has described here fails."""
+"""Every example for users is run as its text says; an example without an entry here fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.machine import patient
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh"))
 
-# What each says of what it shows, in this order.
+# Lines that each example prints, in this order.
 SAYS = {
     "add_a_model.py": [
         r"without an entry: .*Olmo3ForCausalLM",
@@ -87,7 +87,7 @@ def test_the_library_runs_under_torchrun_and_rank_0_prints(tmp_path: Path) -> No
 
 def test_the_bubble_by_hand_counts_heads_that_the_first_stage_computes(tmp_path: Path) -> None:
     profile = json.loads((EXAMPLES / "emulated.json").read_text())
-    profile["stages"][1]["head_s"] = 0.006  # more than the first stage's layers take, so that some are moved
+    profile["stages"][1]["head_s"] = 0.006  # more than the first stage's layers take, so that some heads move
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     write_token_ids(tmp_path / "prompts.jsonl", 60)
     files = ("--emulate", "profile.json", "--input", "prompts.jsonl", "--output", "answers.jsonl")

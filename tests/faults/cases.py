@@ -1,6 +1,6 @@
-"""The faults and bad inputs that a run must survive, and the tests that make each of them happen.
+"""Faults and bad inputs that a run must survive, and the tests that make each of them happen.
 
-Numbered as in the project's list of them. A test is named by its file and, behind the colons, its function.
+The numbers are those of the project's list of faults. A test's name is its file, two colons and its function.
 """
 
 from __future__ import annotations

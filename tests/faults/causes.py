@@ -1,7 +1,7 @@
-"""Why runs end: each cause with its exit code, and whether a second start with nothing changed could end otherwise.
+"""Causes that end runs: each with its exit code, and whether an unchanged second start could end differently.
 
-Schedulers start a run again that ended with 75 (launch/slurm.sbatch, launch/kubernetes), so 75 is for causes that
-another start can mend, and for nothing else.
+Schedulers restart a run that ended with 75 (launch/slurm.sbatch, launch/kubernetes). So 75 is only for causes that
+another start can fix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ _NETWORK, _REFUSED = "faults/test_network.py::test_", "commands/test_generate_re
 
 
 class Cause(NamedTuple):
-    """helps: whether an unchanged second start may end otherwise. shown: the test that makes it happen."""
+    """A cause that ends runs.
+
+    Attributes:
+        helps: an unchanged second start may end differently.
+        shown: the test that makes the cause happen.
+    """
 
     what: str
     code: int

@@ -12,13 +12,13 @@ from tests.exact.references import References
 
 @pytest.fixture(scope="session")
 def model(reference: References) -> Path:
-    """A small Llama that tests only read."""
+    """Return a small Llama that tests only read."""
     return reference("llama").directory
 
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile in place of a model, for what concerns processes and not what they compute."""
+    """Return a profile to use instead of a model, for tests of processes and not of their computations."""
     path = tmp_path_factory.mktemp("emulated") / "profile.json"
     stage = StageCost((0, 4), 0.01, 1e-5, 0.0, 0.0, 0.0)
     write_profile(

@@ -1,4 +1,4 @@
-"""A `generate` that is killed, stopped and gone on with, and what its output says afterwards."""
+"""A `generate` that is killed, stopped and resumed, and its output afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.commands.processes import COMMAND, Files, environment
 from tests.exact.references import Tokens
 from tests.machine import patient
 
-# What an answer is: the rest of a line tells of its times.
+# The fields of an answer; the other fields of a line report its times.
 Answers = dict[str, tuple[Tokens, str]]
 
 _INJECT = Path(__file__).with_name("inject")
@@ -26,7 +26,7 @@ _INJECT = Path(__file__).with_name("inject")
 
 @dataclass
 class Started:
-    """A command that runs. family: it and all that it has started by now."""
+    """A command that runs. family: its process and all processes that it has started so far."""
 
     process: subprocess.Popen[str]
     files: Files
@@ -40,7 +40,7 @@ class Started:
             return []
 
     def stage(self, rank: int) -> psutil.Process:
-        """The process of one stage, once it is there."""
+        """Return the process of one stage as soon as it exists."""
         deadline_s = time.monotonic() + patient(60)
         while time.monotonic() < deadline_s:
             for process in self.family:
@@ -56,7 +56,7 @@ class Started:
         wait_for_lines(self.process, self.files, count)
 
     def kill_all(self) -> None:
-        """As a machine that loses power: nobody can tell anybody."""
+        """Kill all processes at once, like a power failure: no process can notify another."""
         family = self.family
         for process in family:
             process.suspend()
@@ -66,7 +66,7 @@ class Started:
         psutil.wait_procs(family, timeout=patient(10))
 
     def end(self, timeout_s: float = 100) -> str:
-        """What it has said by its end."""
+        """Return its output at its end."""
         return self.process.communicate(timeout=patient(timeout_s))[1]
 
 
@@ -78,7 +78,12 @@ def fault(stage: int | str, what: str, step: int = 7) -> dict[str, str]:
 
 @contextmanager
 def started(files: Files, model: Path, *options: str, front: Sequence[str] = COMMAND, **more: str) -> Iterator[Started]:
-    """front: what runs the command's options. more: additions to its environment."""
+    """Start a command.
+
+    Args:
+        front: the words that run the command's options.
+        more: additions to its environment.
+    """
     command = (*front, *files.options(model, "--quiet", *options))
     process = subprocess.Popen(
         command,
@@ -103,7 +108,7 @@ def started(files: Files, model: Path, *options: str, front: Sequence[str] = COM
 
 
 def wait_for_lines(process: subprocess.Popen[str], files: Files, count: int) -> None:
-    """Of the output, which that process writes."""
+    """Wait for that number of lines in the output that the process writes."""
     deadline_s = time.monotonic() + patient(100)
     while num_lines(files.output) < count:
         assert process.poll() is None, process.communicate()[1]
@@ -116,7 +121,7 @@ def num_lines(path: Path) -> int:
 
 
 def answers(files: Files) -> Answers:
-    """By id, each of which has one line."""
+    """Return the answers by id; each id must have exactly one line."""
     found: Answers = {}
     for line in files.output.read_text().splitlines():
         row = json.loads(line)

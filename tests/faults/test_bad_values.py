@@ -1,4 +1,4 @@
-"""Values that are not finite end the request that has them, with the stage where they began, and nobody else's."""
+"""Values that are not finite end only the request that has them; the error names the stage where they started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.model.families import write_checkpoint
 pytestmark = pytest.mark.timeout(120)
 
 POISON = 9
-# Of the same prompts, one with the token whose embedding is not finite, in its middle and at its end.
+# Copies of the same prompts; one has the token with the non-finite embedding in its middle and one at its end.
 CLEAN = [(3, 4, 5, 6), (5, 5, 5), (7, 8, 3, 4, 5), (4,), (6, 5, 4, 3, 3, 3)] * 6
 POISONED = {2: (3, POISON, 5), 9: (7, 3, POISON), 17: (POISON,)}
 
@@ -27,9 +27,9 @@ def model(tmp_path):
 
 
 def write_model(directory: Path) -> Path:
-    """A family whose head is not its embedding: a tied one would have the bad token in every row of logits.
+    """Write a family whose head is not its embedding: a tied one would have the bad token in every row of logits.
 
-    The bad token's logit is 0, which is never the largest, so that no output has it by itself.
+    The bad token's logit is 0, which is never the largest, so no output contains it on its own.
     """
     directory.mkdir()
     write_checkpoint("mistral", directory)
@@ -38,7 +38,7 @@ def write_model(directory: Path) -> Path:
 
 
 def spoil(model: Path, name: str, row: int | None, value: float) -> None:
-    """Overwrites a float32 tensor of the checkpoint, or one row of it, where it lies."""
+    """Overwrite a float32 tensor of the checkpoint, or one row of it, in the file."""
     path = model / "model.safetensors"
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
@@ -69,7 +69,7 @@ def tokens(rows: list[dict]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.full)])
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_the_neighbours_are_unharmed(value, stages, model, tmp_path):
-    """Also those that get the pages which such a request has filled: the pool holds a handful of sequences."""
+    """The pool holds only a few sequences, so other requests get the pages that a bad request has filled."""
     files = Files(tmp_path)
     few = ("--stages", stages, "--max-num-seqs", "4", "--max-model-len", "16", "--kv-cache-memory", "64KiB")
     files.write_prompts(CLEAN)
@@ -115,4 +115,4 @@ def test_what_float16_does_not_hold_ends_its_request_alone(model, tmp_path):
     assert len(tokens(generate(files, model))) == len(prompts)
     rows = generate(files, model, "--dtype", "float16")
     assert {int(row["id"]) - 1 for row in rows if "error" in row} == POISONED.keys()
-    assert all(len(ids) == 8 for ids in tokens(rows).values())  # which, hangs on last bits here
+    assert all(len(ids) == 8 for ids in tokens(rows).values())  # last bits decide here which tokens come

@@ -1,4 +1,4 @@
-"""Exit codes as a contract with schedulers: 75 exactly if a second start with nothing changed could end otherwise."""
+"""Exit codes as a contract with schedulers: 75 exactly if an unchanged second start could end differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command inside a real cgroup, where this machine lets one be made; tests/process/test_host.py has all kinds."""
+"""A command inside a real cgroup, if this machine allows one; tests/process/test_host.py covers all kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_MIB = 1536
 
 @contextmanager
 def group(folder: Path, **settings: str) -> Iterator[Path]:
-    """A cgroup with these settings, dots as double underscores; gives the file that takes processes."""
+    """Make a cgroup with these settings, dots as double underscores; yield the file that takes processes."""
     own = folder / f"sarathi-pp-test-{os.getpid()}"
     own.mkdir()
     try:
@@ -37,7 +37,7 @@ def group(folder: Path, **settings: str) -> Iterator[Path]:
 
 @pytest.fixture
 def inside() -> Iterator[tuple[str, ...]]:
-    """What runs a command with 1.5 GiB of memory and 1.5 CPUs."""
+    """Return the words that run a command with 1.5 GiB of memory and 1.5 CPUs."""
     with ExitStack() as stack:
         try:
             if (MOUNTED / "memory").is_dir():
@@ -54,7 +54,7 @@ def inside() -> Iterator[tuple[str, ...]]:
 
 
 def test_budgets_and_threads_are_of_the_cgroup(inside: tuple[str, ...]) -> None:
-    """The quota of 1.5 CPUs is two threads; on this host there may be more CPUs, and more memory."""
+    """The quota of 1.5 CPUs gives two threads; the host may have more CPUs and more memory."""
     variables = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     command = (*inside, *COMMAND, "doctor", "--json")
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(100))

@@ -1,4 +1,4 @@
-"""Environments that are odd and legal, as pods and sandboxes have them: a run works, or says once what to do."""
+"""Environments that are unusual but legal, like those of pods and sandboxes: a run works, or prints one remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The adder, with a chat template."""
+    """Return the adder with a chat template."""
     model = tmp_path / "model"
     shutil.copytree(ADDER, model)
     (model / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def unshare(*command: str) -> tuple[str, ...]:
-    """Return the command in namespaces of its own, if this machine can make them."""
+    """Return the command in its own namespaces, if this machine can make them."""
     done = subprocess.run(("unshare", command[0], "true"), capture_output=True, text=True)
     if done.returncode:
         missing(f"namespaces cannot be made here: {done.stderr}")
@@ -85,7 +85,7 @@ def test_a_loopback_that_is_down_is_named_once_before_anything_starts(files, mod
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_without_proc_a_run_works(stages, files, model):
-    """What torch's own libraries print about /proc/cpuinfo is theirs."""
+    """Messages of torch's own libraries about /proc/cpuinfo are not ours."""
     hidden = unshare("-m", "sh", "-c", 'mount -t tmpfs tmpfs /proc && exec "$0" "$@"', *COMMAND)
     with started(files, model, "--stages", stages, front=hidden) as run:
         said = run.end()

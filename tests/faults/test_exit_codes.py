@@ -1,4 +1,4 @@
-"""The code a run of several processes ends with is its cause's, not an echo's, and not an abort's."""
+"""A run of several processes ends with the exit code of its cause, not of a follow-up failure or an abort."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_option_that_no_stage_can_honour_is_2_and_said_once(tmp_path):
 
 
 def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
-    """And nothing that is in the way of the next start."""
+    """The refused start also leaves nothing that blocks the next start."""
     files = Files(tmp_path)
     files.write_prompts([(3, 4)])
     command = (*torchrun(2, console_script(tmp_path)), *files.options(tmp_path / "nowhere"))
@@ -103,7 +103,10 @@ def test_a_start_that_is_refused_under_torchrun_leaves_its_code(tmp_path):
 
 @pytest.mark.parametrize("refused", ["output", "option", pytest.param("model", marks=pytest.mark.full)])
 def test_a_start_that_is_refused_under_torchrun_says_so_once(refused, tmp_path):
-    """Before torchrun's own table: other ranks say neither the same nor that torchrun has stopped them."""
+    """The message comes before torchrun's own table.
+
+    Other ranks repeat neither it nor that torchrun has stopped them.
+    """
     files = Files(tmp_path)
     files.write_prompts([(3, 4)])
     if refused == "output":
@@ -119,7 +122,7 @@ def test_a_start_that_is_refused_under_torchrun_says_so_once(refused, tmp_path):
 
 
 def test_a_second_interrupt_is_one_message(tmp_path):
-    """The other stages notice that stage 0 has gone, and keep it to themselves."""
+    """The other stages notice that stage 0 has ended and print nothing."""
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(20_000)))
     process = start(tmp_path, str(tmp_path / "out.jsonl"), "--input", str(prompts))
@@ -147,7 +150,10 @@ def test_a_reader_that_leaves_ends_the_run_without_a_traceback(tmp_path):
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_stopped_stage_is_named_when_the_timeout_is_over(stage, tmp_path):
-    """SIGSTOP: alive and silent. Three seconds of silence are allowed, so the end is due well within 3 x 10."""
+    """SIGSTOP leaves the stage alive and silent.
+
+    Three seconds of silence are allowed, so the end comes well within 3 x 10 s.
+    """
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(20_000)))
     process = start(tmp_path, str(tmp_path / "out.jsonl"), "--input", str(prompts), "--peer-timeout", "3")
@@ -190,7 +196,7 @@ def test_the_echo_never_replaces_the_cause(tmp_path):
 
 
 def test_an_output_inside_of_the_run_directory_is_refused(tmp_path):
-    """From then on it would be something that no run wrote, and in the way of every later start."""
+    """The output would become a file that no run wrote, and it would block every later start."""
     (tmp_path / "run").mkdir()
     process = start(tmp_path, str(tmp_path / "run" / "out.jsonl"))
     said = process.communicate(timeout=patient(60))[1]

@@ -1,4 +1,4 @@
-"""A disk that is full ends a run with whole lines and 74; when there is room again the run goes on."""
+"""A full disk ends a run with whole lines and 74; when space is free again, the run resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own, of the size that `resize` gives it."""
+    """Mount a separate file system, of the size that `resize` gives it."""
     path = tmp_path / "disk"
     path.mkdir()
     mounted = subprocess.run(("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)), capture_output=True)
@@ -39,8 +39,8 @@ def prompts(files: Files) -> Files:
     return files
 
 
-# With the traces elsewhere it is the answers that find no room, else whichever comes first: a trace's last part may be
-# written behind the last answer.
+# With the traces elsewhere, the answers find the disk full. Otherwise the first writer does: the last part of a trace
+# may be written after the last answer.
 @pytest.mark.parametrize(
     ("stages", "traces"),
     [

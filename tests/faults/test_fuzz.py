@@ -1,4 +1,4 @@
-"""Damaged bytes, by the hundred thousand: each is refused as what it is, or read as what it says."""
+"""Hundreds of thousands of damaged byte strings: each is refused with the right error or read as it is written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTREMES = (0, 1, 255, 2**15, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 
 
 def mutated(rng: random.Random, seeds: Sequence[bytes]) -> bytes:
-    """One of the seeds, changed in one to four places."""
+    """Return one of the seeds, changed in one to four positions."""
     data = bytearray(rng.choice(seeds))
     for _ in range(rng.randint(1, 4)):
         MUTATIONS[rng.randrange(len(MUTATIONS))](rng, data, seeds)
@@ -106,7 +106,7 @@ PAYLOAD = bytes(range(48))
 
 
 def signed(message: bytes) -> bytes:
-    """With the checksum that belongs to it, so that what is behind the checksum is reached."""
+    """Add the right checksum, so that the code after the check is reached."""
     head, data = struct.Struct("<4sHHQIQ"), bytearray(message)
     if len(data) < codec.HEAD_BYTES:
         return message
@@ -134,13 +134,13 @@ def test_the_frame_decoder_survives_any_bytes() -> None:
             continue
         read += 1
         kinds.add((type(envelope.frame), envelope.payload_bytes > 0))
-        # The whole payload is there.
+        # The whole payload is present.
         end = envelope.payload_start + envelope.payload_bytes
         assert not envelope.payload_bytes or message[end:].startswith(codec.trailer(envelope.number))
-        # What was read is what would be written: no second meaning of the same bytes.
+        # Writing the value again gives the same bytes, so they have no second meaning.
         again = codec.decode(codec.encode(envelope.frame, envelope.number))
         assert repr(again.frame) == repr(envelope.frame)
-    # The fuzzer gets behind the checksum, and not only there.
+    # The fuzzer also gets past the checksum.
     assert CASES // 1000 < read < CASES
     assert kinds >= {*((kind, False) for kind in get_args(codec.Frame)), *((type(frame), True) for frame in carriers)}
 
@@ -161,7 +161,7 @@ def no_constant(name: str) -> NoReturn:
 
 
 def test_a_row_is_made_of_any_bytes_or_refused() -> None:
-    """Up to what the engine makes of it. And each line that is none has an error line that is one."""
+    """A row is read up to its request for the engine. Each line that is no row has a valid error line."""
     rng = random.Random("lines")
     texts = [json.dumps(line, ensure_ascii=escaped).encode() + b"\n" for line in LINES for escaped in (True, False)]
     seeds = [*texts, b"".join(texts), b"\xef\xbb\xbf" + texts[0], b'{"prompt": ' + b"[" * 300 + b"\r\n", b"1e999\n"]

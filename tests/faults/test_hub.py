@@ -1,4 +1,4 @@
-"""Models by their names on a hub, which is a server of the test's: as it should be, and as it should not."""
+"""Models by their names on a hub, which is a server of the test: working, and failing in several ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(200)
 
 PROMPTS = [tuple(range(3, 10 + row)) for row in range(4)]
 OPTIONS = ("--max-new-tokens", "4", "--ignore-eos")
-# The hub's client waits 10 s for an answer; three times that.
+# The hub's client waits 10 s for an answer; this is three times that.
 NO_ANSWER_END_S = 3 * 15.0
 
 
@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> Files:
 def from_hub(
     files: Files, endpoint: str, name: str = NAME, *, offline: str = "0", stages: str = "1"
 ) -> tuple[int, str]:
-    """The exit code of a run whose hub is there, and what it has said."""
+    """Return the exit code and the output of a run whose hub is up."""
     hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(files.folder / "home"), "HF_HUB_OFFLINE": offline}
     with started(files, Path(name), *OPTIONS, "--stages", stages, "--overwrite", **hub) as run:
         said = run.end()

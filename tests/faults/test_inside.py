@@ -1,6 +1,6 @@
-"""What goes wrong inside a stage: the message names the stage and the cause, all end in time, the code says what to do.
+"""Failures inside a stage: the message names stage and cause, all end in time, and the code fits the cause.
 
-Faults come from inject/sitecustomize.py, since nothing outside a process can make one of its layers fail.
+Faults come from inject/sitecustomize.py, because a layer cannot be made to fail from outside its process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(200)
 STAGES = 3
 OPTIONS = ("--max-new-tokens", "8", "--ignore-eos", "--chunk-size", "32")
 PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(200)]
-# Twice the timeout that is asked for and what it takes to end, three times over.
+# Three times the sum of the chosen timeout and the time until all ranks end.
 HANG_END_S = 3 * (2 * 2.0 + 5.0)
 
 
@@ -74,12 +74,12 @@ def test_a_stage_that_hangs_is_named_and_shows_its_stacks(stage, files, model):
         assert run.process.returncode == 75, said
         assert not psutil.wait_procs(family, timeout=patient(2))[1]
     assert f"stage {stage} (rank {stage}" in said and "it hangs, or one layer takes longer than --peer-timeout" in said
-    # Its own threads, down to the line that does not return.
+    # The stacks of its own threads, down to the line that does not return.
     assert "most recent call first" in said and "sitecustomize.py" in said
 
 
 def test_a_stage_that_hangs_ends_though_nobody_reads_what_it_says(files, model):
-    """Neither the message nor the stacks have anywhere to go; the code has."""
+    """Neither the message nor the stacks have a reader, but the exit code is right."""
     reader, writer = full_pipe()
     process = subprocess.Popen(
         (*COMMAND, *files.options(model, "--quiet", *OPTIONS)),
@@ -120,7 +120,10 @@ def test_a_stage_that_never_ends_loading_is_named(stage, files, model):
 
 
 def test_a_rank_0_that_is_stopped_in_set_up_holds_nobody(files, model):
-    """Ranks started by hand: the store is rank 0's own, and a stopped one answers no question about who has come."""
+    """The ranks are started manually.
+
+    The store belongs to rank 0, and a stopped rank 0 cannot report which ranks came.
+    """
     options = files.options(model, "--quiet", *OPTIONS, "--join-timeout", "12", "--peer-timeout", "12")
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -138,7 +141,7 @@ def test_a_rank_0_that_is_stopped_in_set_up_holds_nobody(files, model):
         ranks[0].send_signal(signal.SIGSTOP)
         said = ranks[1].communicate(timeout=patient(60))[1]
         assert ranks[1].returncode == 75, said
-        # What it was doing is in the store, which nobody can read.
+        # The store holds what rank 0 was doing, and no rank can read it.
         assert "has been silent for more than 12 s" in said and "it is stopped, or its host or network is gone" in said
     finally:
         for rank in ranks:
@@ -158,10 +161,10 @@ def test_no_memory_once_costs_no_answer(stage, files, model, undisturbed):
 def two_ranks(
     files: Files, models: tuple[Path, Path], options: tuple[tuple[str, ...], ...], code: int = 2, **more: str
 ) -> list[str]:
-    """What two ranks say, which no launcher starts, each with a model directory and options of its own.
+    """Start two ranks without a launcher and return their output; each has its own model directory and options.
 
     Args:
-        code: with which both end.
+        code: exit code with which both must end.
     """
     (files.folder / "rendezvous").mkdir(mode=0o700)
     store = str(files.folder / "rendezvous" / "store")
@@ -198,7 +201,7 @@ def test_ranks_with_other_options_do_not_mix(files, model):
 
 
 def test_ranks_with_other_weights_do_not_mix(files, model, tmp_path):
-    """The same shapes and sizes: only the values tell."""
+    """The shapes and sizes are equal, so only the values differ."""
     other = tmp_path / "other"
     other.mkdir()
     write_checkpoint("llama", other, seed=1)

@@ -1,4 +1,4 @@
-"""A stage that is killed ends the run: soon, with its name, with exit code 75, and with nobody left behind."""
+"""A killed stage ends the run: soon, with the stage's name and exit code 75, and without leftover processes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def answering(files: Files) -> bool:
 
 
 def traced(files: Files) -> bool:
-    """It answers, and every stage has written of computing while another did, so that a report has a window.
+    """Wait until the run answers and every stage has written a trace of concurrent work, so a report has a window.
 
-    What a trace gathers it writes every half second: a quick machine answers before it has written anything.
+    A stage writes its trace every half second, so a fast machine answers before it has written anything.
     """
     if not answering(files):
         return False
@@ -46,13 +46,13 @@ def traced(files: Files) -> bool:
 
 
 def setting_up(files: Files) -> bool:
-    """The ranks have met, and load their slices."""
+    """Wait until the ranks have joined and load their slices."""
     return (files.run / "attempt-0000").exists()
 
 
 @dataclass
 class Running:
-    """A run under way. stages: the pid of each stage. family: all that the command has started."""
+    """A run in progress. stages: the pid of each stage. family: all processes that the command has started."""
 
     process: subprocess.Popen[str]
     files: Files
@@ -61,7 +61,7 @@ class Running:
     said: str = ""
 
     def kill(self, stage: int) -> float:
-        """SIGKILL that stage, wait for the run's end; returns the seconds that took."""
+        """Kill that stage with SIGKILL and wait for the run's end; return the seconds that it took."""
         started_s = time.monotonic()
         psutil.Process(self.stages[stage]).send_signal(signal.SIGKILL)
         self.said = self.process.communicate(timeout=patient(60))[1]
@@ -72,7 +72,7 @@ class Running:
         assert not alive
 
     def expect_readable_traces(self) -> None:
-        """What was traced before is a report, of every stage."""
+        """Check that the earlier trace gives a report of every stage."""
         report = run((*COMMAND, "report", str(self.files.run), "--json"), self.files.run).stdout
         figures = json.loads(report)
         assert figures["microbatches"] > 0
@@ -81,7 +81,7 @@ class Running:
         assert any("the run goes on or was killed" in note for note in figures["notes"])
 
     def expect_whole_answers(self) -> None:
-        """What was written before is whole lines, each request once."""
+        """Check that the output so far is whole lines, with each request once."""
         lines = self.files.output.read_bytes().splitlines(keepends=True)
         assert lines[-1].endswith(b"\n")
         ids = [json.loads(line)["id"] for line in lines]
@@ -90,7 +90,7 @@ class Running:
 
 @pytest.fixture
 def start(emulated, tmp_path):
-    """Starts a command; whatever of it still runs at the end of the test is killed."""
+    """Start a command; processes of it that still run at the end of the test are killed."""
     started: list[psutil.Process] = []
 
     def start_run(front: Sequence[str], *options: str, until: Callable[[Files], bool] = answering) -> Running:
@@ -126,7 +126,7 @@ def wait(process: subprocess.Popen[str], met: Callable[[], bool]) -> None:
 
 
 def stage_pids(family: list[psutil.Process]) -> list[int]:
-    """The pid of each stage, first stage first."""
+    """Return the pid of each stage, first stage first."""
     ranks = {int(process.environ()["RANK"]): process.pid for process in family if "RANK" in process.environ()}
     return [ranks[rank] for rank in range(len(ranks))]
 
@@ -141,7 +141,7 @@ def test_a_killed_stage_ends_the_run_with_75(stage, start):
     assert running.process.returncode == PeerLostError.exit_code, running.said
     assert took_s < MOST_S
     assert f"stage {stage} (rank {stage}) was killed by SIGKILL" in running.said
-    # And whoever had a connection to it says so too: the launcher sees no further than this machine.
+    # Each rank that had a connection to it reports it too, because the launcher sees only this machine.
     assert re.search(rf"PeerLostError: stage {stage} \(rank {stage}\b.* closed its connection", running.said)
     assert "Traceback" not in running.said
     assert running.files.exit_code() == PeerLostError.exit_code
@@ -164,7 +164,7 @@ def test_under_torchrun_the_code_is_in_the_run_directory(stage, start, tmp_path)
 
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_a_stage_killed_during_set_up_leaves_the_code_too(stage, start, tmp_path):
-    """torchrun stops the others before they notice; what they leave behind is the code all the same."""
+    """torchrun stops the other ranks before they notice; they still leave the right code."""
     running = start(torchrun(2, console_script(tmp_path)), "--quiet", until=setting_up)
     took_s = running.kill(stage)
     assert running.process.returncode == 1
@@ -188,7 +188,7 @@ def test_a_run_that_is_told_to_stop_ends_with_75(stages, start):
 
 
 def test_workers_end_with_a_launcher_that_is_killed_as_soon_as_they_are_there(start):
-    """They are still importing then, and ask for their parent too late."""
+    """The workers are still importing at that moment, and check their parent too late."""
     running = start(COMMAND, "--stages", "2", "--quiet", until=lambda files: True)
     launcher = psutil.Process(running.process.pid)
     wait(running.process, lambda: len(launcher.children()) == 2)
@@ -209,7 +209,10 @@ def test_workers_end_with_a_launcher_that_is_killed(start):
 
 @pytest.mark.parametrize("until", [setting_up, answering], ids=["setting up", "answering"])
 def test_workers_end_with_an_agent_that_is_killed(until, start, tmp_path):
-    """By the kernel for its memory, say: it can stop nobody then, and what it has started would hold the output."""
+    """For example, the kernel kills it for its memory.
+
+    Then it cannot stop its children, and they would hold the output.
+    """
     running = start(torchrun(2, console_script(tmp_path)), "--quiet", until=until)
     running.process.kill()
     _, alive = psutil.wait_procs(running.family, timeout=MOST_S)

@@ -1,4 +1,4 @@
-"""Rows that ask for more than there is: of memory by their length, of anything by their chat template."""
+"""Rows that ask for more than the machine has: of memory by their length, of anything by their chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def peak_bytes(files: Files, model: Path) -> int:
-    """Of the largest process of a run of which some rows fail."""
+    """Return the peak bytes of the largest process of a run in which some rows fail."""
     command = (sys.executable, "-c", MEASURE, *COMMAND, *files.options(model, "--quiet", "--overwrite"))
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=patient(150))
     assert done.returncode == 3, done.stderr
@@ -41,7 +41,7 @@ def with_template(folder: Path, template: str) -> Path:
 
 
 def test_a_long_prompt_takes_no_more_than_its_line(tmp_path):
-    """Encoded it would take 370 bytes a character. Its line is there as bytes, as text and as a value."""
+    """Encoded it would take 370 bytes per character. Only its line is in memory: as bytes, as text and as a value."""
     files = Files(tmp_path)
     model = with_template(tmp_path, "{{ messages[0].content }}")
     sizes = (2_000, 20_000_000)
@@ -73,7 +73,7 @@ os._exit(75)
 
 
 def test_a_template_that_computes_ends_with_the_process_that_asked():
-    """However that ends: nobody could tell the one that renders, which looks at nothing meanwhile."""
+    """Its process may end in any way. The rendering process cannot be notified, because it checks nothing meanwhile."""
     command = (sys.executable, "-c", RENDERS)
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=patient(60))
     assert done.returncode == 75
@@ -85,7 +85,7 @@ def test_a_template_that_computes_ends_with_the_process_that_asked():
 
 @pytest.mark.parametrize("expression", ["(messages|length + 6) ** 500000000", "'x' * 10 ** 11"])
 def test_a_template_that_takes_all_there_is_costs_its_row_alone(expression, tmp_path):
-    """Not of constants alone, which are computed as soon as the template is read."""
+    """The template uses more than constants, because constants are computed when the template is read."""
     files = Files(tmp_path)
     model = with_template(
         tmp_path, "{% if messages[0].role == 'bad' %}{{ " + expression + " }}{% endif %}{{ messages[0].content }}"
@@ -101,7 +101,7 @@ def test_a_template_that_takes_all_there_is_costs_its_row_alone(expression, tmp_
 
 
 def test_a_signal_is_heeded_while_a_template_computes(tmp_path):
-    """And its process does not stay."""
+    """The rendering process ends too."""
     files = Files(tmp_path)
     model = with_template(tmp_path, "{{ 7 ** 500000000 }}")
     rows = [{"prompt": "12+30=", "max_tokens": 2}] + [{"messages": [{"role": "user", "content": "1"}]}] * 20

@@ -28,7 +28,7 @@ PORT = 29500
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACES = ("wire0", "wire1")
 PEER_TIMEOUT_S, JOIN_TIMEOUT_S = 4.0, 3.0
-# What is promised, three times over: a timeout and what it takes to end.
+# Three times the promise: a timeout and the time to end.
 SILENT_END_S = 3 * (PEER_TIMEOUT_S + 5.0)
 JOIN_END_S = 3 * (JOIN_TIMEOUT_S + 2.0 + 5.0)
 
@@ -48,13 +48,13 @@ def hosts() -> Iterator[Hosts]:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What was started, in the order of ranks."""
+    """Started processes, in the order of ranks."""
 
     processes: list[subprocess.Popen[str]]
     began_s: float
 
     def end(self, timeout_s: float = 150) -> list[str]:
-        """What each has said by its end."""
+        """Return the output of each rank at its end."""
         return [process.communicate(timeout=timeout_s)[1] for process in self.processes]
 
     @property
@@ -66,7 +66,7 @@ class Ranks:
 def started(
     files: Files, emulated: Path, ranks: dict[int, tuple[str, ...]], *options: str, **place: str
 ) -> Iterator[Ranks]:
-    """Those ranks by hand, as a batch system starts them; each with what runs a command on its host."""
+    """Start those ranks manually, as a batch system does; each with the words that run a command on its host."""
     processes = []
     for rank, on in ranks.items():
         mine = {"RANK": str(rank), "WORLD_SIZE": "2", **place}
@@ -214,7 +214,7 @@ def test_ranks_that_were_told_of_other_numbers_are_refused(files, emulated):
 
 
 def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, emulated):
-    """A port that is taken, and the other host's address."""
+    """The addresses are a port in use, and one of the other host."""
     on = hosts.on(0)
     program = f"import socket, sys; s = socket.create_server(('{ADDRESSES[0]}', {PORT})); print(flush=True); input()"
     with subprocess.Popen(
@@ -234,7 +234,7 @@ def test_an_address_where_rank_0_cannot_be_met_is_refused(hosts, files, emulated
 
 
 def test_a_start_that_was_refused_is_in_nobodys_way(hosts, files, emulated):
-    """What leads nowhere is said before the run directory is claimed."""
+    """A bad address is reported before the run directory is claimed."""
     for _ in range(2):
         with started(files, emulated, {0: hosts.on(0)}, **MEET, GLOO_SOCKET_IFNAME="nosuch0") as ranks:
             said = ranks.end()
@@ -252,7 +252,7 @@ def test_a_host_without_the_model_is_named_on_all_and_holds_nobody(without, host
             assert [*one.codes, *other.codes] == [66, 66], said
         assert time.monotonic() - one.began_s < JOIN_END_S
     errors = [[line for line in text.splitlines() if line.startswith("MissingError")] for text in said]
-    # Rank 0 says whose it is; another rank leaves that to it.
+    # Rank 0 reports the owner of the directory; another rank does not.
     where = ["MissingError: rank 1 on host1: "] if without else []
     assert [error[: len(begin)] for error, begin in zip(errors[0], where, strict=True)] == where, said
     assert len(errors[1]) == 1 and "nosuch" in errors[1][0] and "rank" not in errors[1][0]
@@ -271,7 +271,7 @@ def test_loopback_leads_to_no_other_host(hosts, files, emulated):
 
 
 def test_an_interface_that_rank_0_names_is_where_it_talks_and_not_where_it_is_met(hosts, files, emulated, undisturbed):
-    """Clusters name one for data and give a master address of another; here its own loopback is that other one."""
+    """Clusters name one interface for data and a master address on another; here its own loopback is the other one."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
     with started(files, emulated, {0: hosts.on(0), 1: hosts.on(0)}, **place, GLOO_SOCKET_IFNAME="wire0") as both:
         said = both.end()

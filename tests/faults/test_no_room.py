@@ -1,4 +1,4 @@
-"""Memory that is not there at the start: who needs how much, how much there is, and what would fit."""
+"""Missing memory at the start: the message names the rank, the needed and the free bytes, and a size that would fit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_kv_pages_that_do_not_fit_are_refused_with_what_would(stages, model, tmp
 
 @pytest.mark.parametrize("what", ["weights", "KV pages of 16 tokens"])
 def test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused(what, model, tmp_path):
-    """Before anything is loaded; needed and available are of the host."""
+    """The check comes before loading; the figures of needed and available memory are those of the host."""
     files = Files(tmp_path)
     files.write_prompts([(5, 6)])
     needed = sum(slices.stage_bytes(model, layers, torch.float32) for layers in ((0, 3), (3, NUM_LAYERS)))
@@ -77,7 +77,7 @@ def test_no_memory_in_the_middle_of_loading_is_not_taken_for_a_bad_checkpoint(er
 
 
 def test_experts_that_cannot_be_put_together_for_want_of_memory_are_no_bad_checkpoint(tmp_path, monkeypatch):
-    """transformers catches what its conversions raise, and raises something that says nothing of memory."""
+    """transformers catches errors of its conversions and raises another one that does not mention memory."""
 
     def refuse(*given: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")

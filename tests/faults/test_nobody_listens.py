@@ -1,4 +1,4 @@
-"""A run whose standard error or output nobody reads any more: what it was asked for is done all the same."""
+"""A run whose standard error or output has lost its reader still does its work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(files: Files, stages: str, *more: str) -> tuple[str, ...]:
 
 @stages
 def test_a_pipe_that_nobody_reads_ends_no_run(stages, files):
-    """As with `2>&1 | head -1`. Whoever draws progress there would be ended by it."""
+    """As with `2>&1 | head -1`. A write of progress to that pipe must not end the run."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.Popen(command(files, stages), cwd=files.folder, env=environment(), stderr=writer)
@@ -45,7 +45,7 @@ def test_a_pipe_that_nobody_reads_ends_no_run(stages, files):
 
 @stages
 def test_a_terminal_that_was_closed_ends_no_run(stages, files):
-    """With SIGHUP ignored, as by nohup: what is drawn there fails, at the end as well."""
+    """SIGHUP is ignored, as under nohup, so drawing on the closed terminal fails, also at the end."""
     terminal, side = pty.openpty()
     process = subprocess.Popen(
         command(files, stages),
@@ -55,7 +55,7 @@ def test_a_terminal_that_was_closed_ends_no_run(stages, files):
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
     os.close(side)
-    os.read(terminal, 1)  # something is shown
+    os.read(terminal, 1)  # wait until something is shown
     os.close(terminal)
     assert process.wait(patient(120)) == 0
     assert len(files.rows()) == NUM_ROWS and files.exit_code() == 0

@@ -30,7 +30,7 @@ def generate(files: Files, emulated: Path, port: int, job: str, *options: str) -
 
 
 def test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs(emulated, tmp_path):
-    """torchrun itself refuses it, before a rank of ours is started: nothing of the earlier job is touched."""
+    """torchrun itself refuses it before it starts a rank of ours; nothing of the earlier job is touched."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     files = Files(tmp_path)
     files.write_prompts([(5, 6), (7,), (8, 9, 10)])
@@ -47,7 +47,10 @@ def test_a_rendezvous_id_that_was_used_before_is_refused_and_a_new_one_runs(emul
 
 @pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_new_agent_goes_on_with_what_a_lost_one_has_answered(restarts, emulated, tmp_path):
-    """It has restarted nothing, and is told to replace what is there; once the run has ended it does."""
+    """The new agent has restarted nothing and has --overwrite.
+
+    It keeps a lost run's answers and replaces those of an ended run.
+    """
     files = Files(tmp_path)
     files.write_prompts([tuple(range(3, 4 + row % 40)) for row in range(400)])
     options = ("--max-new-tokens", "24", "--ignore-eos", "--overwrite")

@@ -1,4 +1,4 @@
-"""A replica that dies, whichever of its ranks it was, leaves its requests to the others: nothing is lost or doubled."""
+"""A replica that dies, by any of its ranks, leaves its requests to the others: nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.machine import patient
 
 ROWS = 120
 NEW_TOKENS = 12
-# What may die within 5 s of a peer's end, on a machine that is busy with other things.
+# A death may take up to 5 s after a peer's end, on a machine that is busy with other things.
 MOST_S = 15
 
 PROFILE = {
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class EmulatedFiles(Files):
-    """Of a run whose stages sleep: what dies is real, what it computes is not."""
+    """Files of a run whose stages sleep: the death is real, the computation is emulated."""
 
     def options(self, model, *more):
         profile = self.folder / "profile.json"
@@ -52,7 +52,7 @@ SHAPE = ("--replicas", "2", "--stages", "2", "--peer-timeout", "10")
 
 
 def expected(tmp_path_factory, files: Files) -> dict:
-    """The answers of one pipeline that nobody disturbs: drawn from request and position alone."""
+    """Return the answers of one undisturbed pipeline, which depend on request and position alone."""
     alone = EmulatedFiles(tmp_path_factory.mktemp("alone"))
     alone.input.write_text(files.input.read_text())
     with started(alone, files.folder, "--stages", "2") as run:
@@ -61,7 +61,7 @@ def expected(tmp_path_factory, files: Files) -> dict:
 
 
 def lose(run: Started, rank: int, number: signal.Signals = signal.SIGKILL) -> str:
-    """Signal that rank once a fifth is answered; returns what the run has said by its end."""
+    """Signal that rank after a fifth is answered; return the run's output at its end."""
     run.wait_for_lines(ROWS // 5)
     run.stage(rank).send_signal(number)
     return run.end()
@@ -69,7 +69,7 @@ def lose(run: Started, rank: int, number: signal.Signals = signal.SIGKILL) -> st
 
 @pytest.mark.parametrize("rank", [3, *(pytest.param(rank, marks=pytest.mark.full) for rank in (1, 2))])
 def test_a_lost_replicas_requests_go_to_the_other(rank, files, tmp_path_factory):
-    """3 and 2 are a later stage and the leader of replica 1; 1 is the last stage of rank 0's own."""
+    """Ranks 3 and 2 are a later stage and the leader of replica 1; rank 1 is the last stage of rank 0's replica."""
     with started(files, files.folder, *SHAPE) as run:
         said = lose(run, rank)
         assert run.process.returncode == 0, said
@@ -87,7 +87,7 @@ def test_a_lost_replicas_requests_go_to_the_other(rank, files, tmp_path_factory)
 
 
 def test_errors_that_a_lost_replica_has_told_count_all_the_same(files):
-    """Rows that cannot run are replica 0's to tell, and its trace of them is lost with it; they are among the first."""
+    """Replica 0 reports rows that cannot run, and its trace of them is lost with it. They are among the first rows."""
     lines = files.input.read_text().splitlines()
     wrong = '{"prompt_token_ids": [7], "max_new_tokens": -1}'
     files.input.write_text("\n".join([wrong, *lines[:5], wrong, wrong, *lines[5:]]) + "\n")
@@ -104,8 +104,9 @@ def test_errors_that_a_lost_replica_has_told_count_all_the_same(files):
 
 
 def test_under_torchrun_a_lost_hosts_replica_leaves_its_requests_to_the_others(files, tmp_path, tmp_path_factory):
-    """An agent and its two ranks on either host. The one that is left waits for the other at torchrun's exit barrier,
-    five minutes and longer than a test can, so what the run ended with is read where it is written.
+    """Each host has an agent and two ranks. The remaining agent waits for the other at torchrun's exit barrier.
+
+    That takes five minutes, longer than a test can wait. So the test reads the exit code from the file of the run.
     """
     rdzv = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     first, second = (torchrun(2, console_script(tmp_path), *rdzv, "--node-rank", str(node)) for node in range(2))
@@ -139,7 +140,7 @@ def test_a_replica_that_hangs_is_given_up_within_the_peer_timeout(files):
 
 
 def test_a_reader_that_comes_late_costs_no_replica(files):
-    """Replicas say every second how far they are; rank 0 does not take that in while it waits for its reader."""
+    """Replicas report progress every second; rank 0 does not read it while it waits for its reader."""
     os.mkfifo(files.output)
     with started(
         files, files.folder, "--replicas", "2", "--stages", "2", "--peer-timeout", "3", "--run-dir", str(files.run)
@@ -149,7 +150,7 @@ def test_a_reader_that_comes_late_costs_no_replica(files):
         while not (files.run / "attempt-0000" / "replica-0001").exists():
             assert time.monotonic() < deadline_s, "the replicas do not begin"
             time.sleep(0.05)
-        time.sleep(15)  # as many messages as an edge has buffers, and the timeout twice over
+        time.sleep(15)  # enough messages to fill an edge's buffers, and twice the timeout
         with open(files.output) as reader:
             rows = [json.loads(line) for line in reader]
         said = run.end()

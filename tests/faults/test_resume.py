@@ -1,4 +1,4 @@
-"""A batch that is killed goes on where it was: in the end every row has the answer of a run that nothing disturbed."""
+"""A killed batch resumes at its last row: in the end every row has the answer of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.machine import patient
 pytestmark = pytest.mark.timeout(300)
 
 NUM_ROWS = 600
-# Sampled: what a row draws must depend neither on the start in which it runs nor on the rows beside it.
+# Sampled: the draws of a row must not depend on the start in which it runs or on its batch mates.
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--temperature", "0.8", "--dtype", "float32", "--chunk-size", "32")
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_is_killed_as_a_whole_goes_on(stages, model, answers_of_the_m
 @pytest.mark.timeout(900)
 @pytest.mark.full
 def test_a_job_that_is_killed_as_a_whole_at_random_moments_goes_on(model, tmp_path):
-    """Also before it has joined, loaded or written anything."""
+    """The kill may come even before the job has joined, loaded or written anything."""
     kills = 20
     num_rows, options = 100 * kills, (*OPTIONS, "--stages", "2")
     calm, files = files_of(tmp_path / "calm", num_rows), files_of(tmp_path / "killed", num_rows)
@@ -114,7 +114,7 @@ def test_a_stage_that_is_killed_is_started_again(stage, emulated, undisturbed, t
 @pytest.mark.timeout(900)
 def test_stages_that_are_killed_at_random_moments_again_and_again(model, tmp_path):
     kills = 20 if thinning.full else 1
-    # A stage lives for 7 s at the most, and rows come at a rate: no machine answers all of them in between.
+    # A stage lives for at most 7 s and rows arrive at a rate, so no machine answers all of them in between.
     num_rows, rate = 210 * kills, ("--request-rate", "30")
     calm = files_of(tmp_path / "calm", num_rows)
     with started(calm, model, *OPTIONS) as run:
@@ -126,7 +126,8 @@ def test_stages_that_are_killed_at_random_moments_again_and_again(model, tmp_pat
         while killed < kills:
             victim = run.stage(moments.randrange(2))
             try:
-                # From its start over its set-up into its work. Of an earlier start, the launcher ends it.
+                # The time of a kill ranges from the start of a stage over its set-up into its work. The launcher ends
+                # stages of an earlier start.
                 victim.wait(moments.uniform(0.5, 7.0))
             except psutil.TimeoutExpired:
                 victim.kill()
@@ -136,13 +137,13 @@ def test_stages_that_are_killed_at_random_moments_again_and_again(model, tmp_pat
         said = run.end(250)
         assert run.process.returncode == 0, said
     assert answers(files) == answers(calm)
-    # One may be killed that its launcher is about to end, since the other one was.
+    # The kill may hit a stage that its launcher is about to end, because the other stage was killed.
     assert said.count("a stage was lost: restart") >= kills * 3 // 4
 
 
 @pytest.mark.full
 def test_in_bfloat16_it_goes_on_with_the_same_rows(model, tmp_path):
-    """Which rows share a microbatch changes last bits, and with them some samples: never which rows are answered."""
+    """The grouping into microbatches changes last bits, and so some samples, but the same rows are answered."""
     options = (*OPTIONS, "--dtype", "bfloat16")
     calm, files = files_of(tmp_path / "calm"), files_of(tmp_path / "killed")
     with started(calm, model, *options) as run:
@@ -176,7 +177,7 @@ def test_a_lost_stage_without_a_restart_is_75_and_can_be_resumed(emulated, undis
 
 @pytest.mark.parametrize("earlier", [pytest.param(None, marks=pytest.mark.full), "--overwrite"])
 def test_under_torchrun_a_restarted_job_goes_on_by_itself(earlier, emulated, undisturbed, ended, tmp_path):
-    """Also where it was to replace an earlier output: not the part of it that it has written itself."""
+    """A job with --overwrite also keeps the part of the output that it has written itself."""
     files = files_of(tmp_path)
     options = OPTIONS
     if earlier:
@@ -199,7 +200,7 @@ def restarting_torchrun(folder: Path) -> tuple[str, ...]:
 
 
 def test_under_torchrun_only_a_lost_stage_is_worth_a_restart(emulated, tmp_path):
-    """torchrun starts again whatever does not end with 0; a finished run with a bad row keeps its report and code."""
+    """torchrun restarts every run that does not end with 0; a finished run with a bad row keeps its report and code."""
     files = Files(tmp_path)
     files.write_prompts([(5, 6), (), (8, 9, 10)])
     with started(files, emulated, "--max-new-tokens", "4", front=restarting_torchrun(tmp_path)) as run:
@@ -219,7 +220,7 @@ def generate(files: Files, emulated: Path, *options: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def ended(emulated, tmp_path_factory):
-    """A small run that has ended."""
+    """Make a small run that has ended."""
     files = Files(tmp_path_factory.mktemp("ended"))
     files.write_prompts([(5, 6), (7,), (8, 9, 10)])
     assert generate(files, emulated, "--max-new-tokens", "4") == (0, "")
@@ -228,7 +229,7 @@ def ended(emulated, tmp_path_factory):
 
 @pytest.fixture
 def finished(ended, tmp_path):
-    """The same for each test to go on with."""
+    """Return a copy of the ended run for each test to resume."""
     return Files(shutil.copytree(ended.folder, tmp_path / "copy"))
 
 
@@ -282,7 +283,7 @@ def test_force_goes_on_with_other_parameters(finished, emulated):
 
 
 def test_a_run_directory_belongs_to_one_output(emulated, tmp_path):
-    """It tells what that one answers, and nothing of another that was written beside it."""
+    """It reports the answers of that output only, not of another output that was written meanwhile."""
     files = {name: Files(tmp_path / name) for name in ("one", "two")}
     for number, its in enumerate(files.values()):
         its.folder.mkdir()
@@ -395,12 +396,12 @@ def test_two_starts_do_not_go_on_with_one_output(emulated, tmp_path):
 
 
 def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(emulated, tmp_path):
-    """It goes by its line number, which another row may have for its id; in whatever order they come."""
+    """The error has the line number as its id, which another row may also have, in any order."""
     files = Files(tmp_path)
     rows = [{"id": name, "prompt_token_ids": [3, 4, 5]} for name in ("5", "1", "2", "3", "4", "6")]
     lines = [json.dumps(row) for row in rows]
     bad = ['{"id": "x", "prompt_token_ids": [3', '{"id": "y", "prompt_token_ids": [4']
-    # The third line and the fifth: one before and one behind the row that has such an id.
+    # The third and the fifth line: one before and one after the row that has such an id.
     files.input.write_text("\n".join([*lines[:2], bad[0], lines[2], bad[1], *lines[3:]]) + "\n")
     with started(files, emulated, *OPTIONS) as run:
         said = run.end()
@@ -413,9 +414,7 @@ def test_a_line_of_which_nobody_can_tell_the_id_is_in_no_other_rows_way(emulated
         return sorted(((row["id"], row.get("error", {}).get("line")) for row in parsed), key=str)
 
     assert found() == expected
-    for line in (
-        whole if thinning.full else whole[::3]
-    ):  # each of them may be what a start that was killed has not written yet
+    for line in whole if thinning.full else whole[::3]:  # a killed start may not have written any of these yet
         files.output.write_text("".join(other for other in whole if other != line))
         with started(files, emulated, *OPTIONS, "--resume") as run:
             said = run.end()

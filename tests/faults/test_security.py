@@ -1,4 +1,4 @@
-"""What a run on one machine shows to others: nothing. And what it leaves: private files."""
+"""A run on one machine shows nothing to other users and leaves private files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDER = ROOT / "examples" / "tiny-adder"
 
 
 def listeners(run: Started) -> list[str]:
-    """The addresses at which its processes listen, as the kernel writes them: in hexadecimal."""
+    """Return the addresses at which its processes listen, as the kernel writes them: in hexadecimal."""
     inodes = set()
     for process in run.family:
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -55,7 +55,7 @@ def test_nobody_outside_this_machine_can_connect(stages, model, tmp_path):
     with started(files, model, *OPTIONS, "--stages", stages, "--metrics-port", "0") as run:
         run.wait_for_lines(5)
         found = listeners(run)
-        # The metrics, and what ranks connect to.
+        # The metrics, and the sockets to which ranks connect.
         assert len(found) >= int(stages)
         assert set(found) <= LOOPBACK, found
 
@@ -87,7 +87,7 @@ def test_what_is_left_is_private(model, tmp_path):
 
 @pytest.mark.parametrize("killed", ["a stage", "the launcher"])
 def test_nothing_is_left_outside_the_run_directory(killed, model, tmp_path):
-    """Neither shared memory nor a temporary directory, also if a stage or the launcher was killed."""
+    """No shared memory and no temporary directory remains, even if a stage or the launcher was killed."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     files = Files(tmp_path)
@@ -105,7 +105,7 @@ def test_nothing_is_left_outside_the_run_directory(killed, model, tmp_path):
 
 
 def test_prompts_are_in_no_log(tmp_path):
-    """Neither what is said nor what is traced holds a prompt's text or ids, or an answer's; nor where a row fails."""
+    """Messages and traces hold no prompt or answer, as text or as ids; an error of a row holds none either."""
     files, model = Files(tmp_path), tmp_path / "model"
     shutil.copytree(ADDER, model)
     refused = "{% if 'bad' in messages[0].content %}{{ raise_exception('no ' + messages[0].content) }}{% endif %}"
@@ -134,7 +134,7 @@ def test_prompts_are_in_no_log(tmp_path):
     assert f"no bad {text}" in found["12"]["error"]["message"]
     assert {id for id, row in found.items() if "text" in row} == {"1", "4", "6", "7", "11"}
     answer = found["6"]["text"]
-    assert len(answer) > 12  # nothing that a time might be
+    assert len(answer) > 12  # too long to be a time
     secrets = ("13, 14, 13", "13,14,13", text.removesuffix("="), answer)
     texts = [said, *(path.read_text() for path in files.run.rglob("*") if path.is_file())]
     assert len(texts) > 4

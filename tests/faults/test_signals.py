@@ -1,4 +1,4 @@
-"""A run that is told to stop finishes what runs, writes it down and says with its code that it can be gone on with."""
+"""A run that is asked to stop finishes its running requests, writes them and says by its code that it can resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(200)
 PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
 NUM_TOKENS = 24
 OPTIONS = ("--max-new-tokens", str(NUM_TOKENS), "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32")
-# What is promised, three times over: a busy machine takes longer.
+# Three times the promise, because a busy machine takes longer.
 PROMPT_END_S, SILENT_END_S, HEEDED_S = 3 * 5.0, 3 * 7.0, 3 * 1.0
 
 
@@ -34,20 +34,22 @@ def files(tmp_path):
 
 
 def expect_drained(run: Started, number: int, code: int) -> None:
-    """What had begun is answered, the rest is left for another start, nobody is left behind."""
+    """Check that started requests are answered, the others remain for another start, and no process is left."""
     found = answers(run.files)
     report = run.files.report()
     assert report["stopped_by"] == signal.Signals(number).name
     assert report["completed"] == len(found) < len(PROMPTS)
     assert all(len(tokens) == NUM_TOKENS for tokens, _ in found.values())
-    # No request had been given a microbatch and then up.
+    # No request had received a microbatch and was then given up.
     last = sorted(int(id) for id in found)
     assert last == list(range(1, len(last) + 1))
     assert run.files.exit_code() == code
 
 
 def expect_said(said: str, files: Files, number: int) -> None:
-    """What happens now, once, at the first signal; and in the end how to resume, to be copied into a shell."""
+    """Check the notice of the first signal, printed once, and at the end the command for resuming, to paste into a
+    shell.
+    """
     (notice,) = re.findall("^stopping.*$", said, re.MULTILINE)
     assert re.search(r": \d+ running requests? (is|are) finished first", notice)
     if number == signal.SIGINT:
@@ -60,7 +62,7 @@ def expect_said(said: str, files: Files, number: int) -> None:
 
 
 def last_begun_s(files: Files) -> float:
-    """When a request was given its first microbatch for the last time, Unix time."""
+    """Return the Unix time at which a request got its first microbatch, for the last request that did."""
     events = [json.loads(line) for line in files.traces()[0].read_text().splitlines()]
     zero_s = events[0]["unix_s"] - events[0]["t"]
     return zero_s + max(event["t"] for event in events if event["e"] == "issued" and re.search(r"s\d+:0\+", event["x"]))
@@ -88,7 +90,7 @@ def test_what_runs_is_finished(number, code, stages, files, emulated):
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGUSR1])
 def test_under_torchrun_too(number, files, emulated, tmp_path):
-    """By itself it heeds no SIGUSR1, and ends by it at once."""
+    """torchrun itself does not handle SIGUSR1 and is ended by it at once."""
     agent = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--signals-to-handle", "SIGTERM,SIGUSR1")
     with started(files, emulated, *OPTIONS, front=torchrun(2, console_script(tmp_path), *agent)) as run:
         run.wait_for_lines(30)
@@ -102,7 +104,7 @@ def test_under_torchrun_too(number, files, emulated, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_signal_to_every_process_is_one_signal(first, number, files, emulated):
-    """As a batch system sends it to all processes of a job; first: with the launcher among them, or only the stages."""
+    """A batch system signals all processes of a job. first: with the launcher among them, or only the stages."""
     with started(files, emulated, *OPTIONS, "--stages", "2", "--max-restarts", "1") as run:
         run.wait_for_lines(30)
         for process in run.family[first:]:
@@ -115,7 +117,7 @@ def test_a_signal_to_every_process_is_one_signal(first, number, files, emulated)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_the_second_signal_ends_it_at_once(number, stages, files, emulated):
-    """Outputs so long that nobody would wait for their end. What is written by then is whole lines."""
+    """The outputs are too long to wait for. The output written by then is whole lines."""
     options = ("--max-new-tokens", "100000", "--max-model-len", "512", "--ignore-eos", "--max-num-seqs", "16")
     with started(files, emulated, *options, "--stages", stages) as run:
         run.wait_for_lines(1)
@@ -136,7 +138,7 @@ def test_the_second_signal_ends_it_at_once(number, stages, files, emulated):
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 @pytest.mark.parametrize("told", [True, False])
 def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, files, emulated):
-    """A supervisor repeats SIGTERM; told: from the middle of the run, or only once rank 0 has written its exit code."""
+    """A supervisor repeats SIGTERM: from the middle of the run, or only after rank 0 has written its exit code."""
     if not told:
         files.write_prompts(PROMPTS[:8])
     with started(files, emulated, *OPTIONS, "--stages", stages) as run:
@@ -169,7 +171,7 @@ def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
 
 
 def test_a_stage_that_is_silent_is_not_waited_for(files, emulated):
-    """The coordinator is blocked on a stage that is stopped, for a minute by its own timeout."""
+    """The coordinator waits for a stopped stage, for a minute by its own timeout."""
     with started(files, emulated, *OPTIONS, "--stages", "2") as run:
         run.wait_for_lines(30)
         silent = run.stage(1)
@@ -207,7 +209,7 @@ def test_a_run_that_waits_for_its_input_ends_too(emulated, tmp_path):
 )
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_while_the_input_is_looked_through_there_is_nothing_to_finish(number, stages, emulated, tmp_path):
-    """For minutes, where it is large: no stage is there yet."""
+    """This takes minutes if the input is large, and no stage exists yet."""
     files = Files(tmp_path)
     line = json.dumps({"prompt_token_ids": [3] * 200}) + "\n"
     files.input.write_text(line * 400_000)

@@ -1,4 +1,4 @@
-"""Slow is not dead: what takes longer than a timeout and gets on is waited for; what stands still is lost in time."""
+"""Slow is not dead: a run waits for slow stages that make progress and detects stages that make none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEER_TIMEOUT_S = 1.0
 
 
 def emulated(folder: Path, *, layers: int, microbatch_s: float, rows: int = 2) -> tuple[Files, tuple[str, ...]]:
-    """A pipeline of two stages, each of which takes `microbatch_s` for a microbatch, in equal steps for its layers."""
+    """Make a pipeline of two stages; each takes `microbatch_s` per microbatch, in equal steps for its layers."""
     profile = {
         "schema": "sarathi-pp/profile/1",
         "model": "slow",
@@ -60,7 +60,7 @@ def test_a_microbatch_of_three_timeouts_in_small_steps_runs_to_its_end(tmp_path)
 
 
 def test_a_layer_longer_than_the_timeout_is_no_reason_to_start_again_and_again(tmp_path):
-    """The first time it may be a stage that hangs (75). The second time it is the timeout (2): no third start."""
+    """The first time it may be a stage that hangs (75). The second time it is the timeout (2), so no third start."""
     files, command = emulated(tmp_path, layers=1, microbatch_s=60.0)
     began_s = time.monotonic()
     done = run(files, (*command, "--max-restarts", "5"))
@@ -80,13 +80,13 @@ def test_a_timeout_shorter_than_a_second_has_its_heartbeats_in_time(tmp_path):
 
 @pytest.mark.parametrize("extra_ms", [1500, pytest.param(3000, marks=pytest.mark.full)])
 def test_each_phase_of_set_up_may_take_longer_than_a_rank_may_be_silent(extra_ms, tmp_path):
-    """The ranks take turns: in each phase one computes for so long, and the other one waits for 1 s of silence."""
+    """The ranks take turns: in each phase one computes for that time, and the other one waits for 1 s of silence."""
     files, command = emulated(tmp_path, layers=1, microbatch_s=0.05)
     done = run(files, command, **fault("*", "slow", extra_ms))
     assert done.returncode == 0 and len(files.rows()) == 2, done.stderr
 
 
-# Phases by number, in the order in which a run goes through them.
+# Phases by number, in the order in which a run passes through them.
 PHASES = {0: "checking the input and the weights", 7: "loading its layers", 12: "compiling kernels and warming up"}
 
 

@@ -1,6 +1,6 @@
-"""Thousands of short rows, one in a hundred of them bad somehow, and stages that are killed: every row has its line.
+"""Thousands of short rows, of which one in a hundred is bad, and killed stages: every row still has its line.
 
-Thinned to 4,000 rows and one kill; 20,000 and four with `--full`.
+The default is 4,000 rows and one kill; `--full` runs 20,000 rows and four kills.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(500)
 NUM_ROWS, KILLS = (20_000, 4) if thinning.full else (4_000, 1)
 MAX_MODEL_LEN = 64
 OPTIONS = ("--max-new-tokens", "6", "--ignore-eos", "--max-model-len", str(MAX_MODEL_LEN), "--dtype", "float32")
-# Of a stage, between two moments of work; an allocation of each row that is not given back shows as more.
+# Memory of a stage between two moments of work; an allocation per row that is never freed shows as more.
 MOST_GROWTH_BYTES = 24 * 2**20
 
 # Each kind by the code of its error line; a row's number makes its id.
@@ -45,7 +45,7 @@ BAD: dict[str, Callable[[int], bytes]] = {
 
 
 def write_rows(path: Path) -> dict[str, int]:
-    """Returns how many rows of each bad kind there are."""
+    """Write the rows; return the number of bad rows by kind."""
     rng = random.Random("soak")
     kinds = list(BAD)
     counts = dict.fromkeys(kinds, 0)
@@ -96,5 +96,5 @@ def test_every_row_is_accounted_for(tmp_path: Path) -> None:
             assert len(row["token_ids"]) == 6
     assert found == counts and min(counts.values()) > 0
     assert len(answered) == len(set(answered)) == NUM_ROWS - sum(counts.values())
-    # The engine asserts that all pages came back; it would have ended with 70.
+    # The engine asserts that all pages came back; otherwise it would have ended with 70.
     assert len(list(files.run.glob("attempt-*"))) == KILLS + 1

@@ -1,4 +1,4 @@
-"""Pipes in place of files: who waits for whom, which processes get them, and what cannot be done with them."""
+"""Pipes instead of files: which process waits for which, which processes get them, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_descriptor_of_nobody_is_said_to_be_one(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["input", "output"])
 def test_what_cannot_be_gone_on_with_is_not_restarted(name, emulated, tmp_path):
-    """Said before anything is lost."""
+    """The error comes before anything is lost."""
     files = Files(tmp_path)
     files.write_prompts(PROMPTS)
     place: Path = getattr(files, name)
@@ -122,7 +122,7 @@ def test_strict_refuses_an_input_that_cannot_be_looked_over(name, stages, emulat
 
 @pytest.mark.parametrize("stages", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
-    """Neither here, nor in /dev, nor among temporary files; so that the same command works twice."""
+    """The current directory, /dev and the temporary files stay clean, so the same command works twice."""
     here, scratch = tmp_path / "here", tmp_path / "tmp"
     here.mkdir()
     scratch.mkdir()
@@ -155,7 +155,7 @@ def test_answers_to_a_stream_leave_nothing_behind(stages, tmp_path):
 
 @pytest.mark.parametrize("how", ["alone", "launched", "torchrun"])
 def test_a_run_whose_reader_left_leaves_nothing_and_says_nothing(how, tmp_path):
-    """`-o - | head`: ranks end without returning to where temporary folders are removed, and no rank names another."""
+    """`-o - | head`: ranks end without the usual removal of temporary folders, and no rank names another."""
     here, scratch = tmp_path / "here", tmp_path / "tmp"
     here.mkdir()
     scratch.mkdir()

@@ -1,4 +1,4 @@
-"""What the system does not let a run read, or make, ends it with one line and the code of what it is."""
+"""Files that the system does not let a run read or make: the run ends with one line and the code of its cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 
 pytestmark = pytest.mark.timeout(120)
 
-# Root may read everything, but for this: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH modes count for it too.
+# Root may read everything. Without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, file modes count for root too.
 AS_ANYBODY = """
 import ctypes, os, sys
 dropped = [ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) for capability in (1, 2)]

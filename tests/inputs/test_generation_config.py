@@ -54,7 +54,7 @@ def test_a_model_that_samples_does_so_from_as_many_tokens_as_generate(tmp_path):
     assert read(tmp_path, sampled).params({}).top_k == likeliest == 50
     assert read(tmp_path, {**sampled, "top_k": 0}).params({}).top_k == 0
     assert read(tmp_path, sampled).params({"top_k": -1}).top_k == 0
-    # Who turns sampling on himself samples from all tokens, as with other engines.
+    # A caller that turns sampling on samples from all tokens, as with other engines.
     assert read(tmp_path, {"eos_token_id": 2}).params({"temperature": 0.6}).top_k == 0
 
 
@@ -113,7 +113,7 @@ def test_what_would_change_tokens_is_an_error_of_each_request_that_does_not_swit
     off = next(iter(UNSUPPORTED[key]), None)
     overridden = read_generation_config(tmp_path, {key: off})
     assert not overridden.params({}).greedy and overridden.unsupported == {}
-    # The remedy that the message names is one.
+    # The remedy in the message works.
     remedy = json.loads(re.search(r"--override-generation-config '(.*)'", no.value.message)[1])
     assert read_generation_config(tmp_path, remedy).unsupported == {}
 
@@ -185,7 +185,7 @@ def test_settings_count_from_every_file_that_transformers_reads(place, settings,
 
 @pytest.mark.oldest
 def test_a_model_loaded_by_transformers_has_the_same_settings(tmp_path):
-    """From a whole checkpoint, which takes the settings out of config.json when it is loaded."""
+    """The model comes from a whole checkpoint; loading takes the settings out of config.json."""
     write_checkpoint("llama", tmp_path)
     (tmp_path / "generation_config.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())
@@ -214,7 +214,7 @@ def test_max_length_bounds_what_generate_bounds(tmp_path):
     ) as no:
         defaults.bounded(defaults.params({}), {}, 12)
     assert no.value.code == "context_length_exceeded"
-    # It counts only if nobody names a length.
+    # It counts only if no length is given.
     assert any("max_length bounds" in warning for warning in defaults.warnings)
     line = {"max_new_tokens": 40}
     assert defaults.bounded(defaults.params(line), line, 12).max_new_tokens == 40

@@ -1,4 +1,4 @@
-"""Ids that were seen: the line that had one before, in little memory."""
+"""Ids seen before: the line that had one earlier, in little memory."""
 
 import random
 import tracemalloc
@@ -35,7 +35,7 @@ def test_many_keys_have_the_numbers_of_a_dict():
 
 @given(st.lists(st.none() | st.integers(1, 12).map(str) | st.sampled_from(["01", "a", 3, True, None, ["x"]])))
 def test_the_earlier_line_is_that_of_a_dict(named):
-    """Where a row names no id, here None, it has its line's number; one that another row may name."""
+    """If a row names no id, here None, its id is its line number, which another row may name."""
     seen, lines = SeenIds(), {}
     for line, name in enumerate(named, 1):
         id = str(line) if name is None else name
@@ -55,7 +55,7 @@ def memory_of(ids: list[object]) -> int:
 
 
 def test_ids_that_are_line_numbers_take_no_memory():
-    assert memory_of([str(line) for line in range(1, 50_001)]) < 50_000  # a byte an id
+    assert memory_of([str(line) for line in range(1, 50_001)]) < 50_000  # one byte per id
 
 
 def test_an_id_takes_few_bytes():

@@ -1,4 +1,4 @@
-"""What an input is named as, by its name and its head; and that no JSON is ever taken for prose."""
+"""The input format, chosen by name and first bytes; JSON is never taken for prose."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ json_values = st.recursive(
 def test_no_json_is_ever_prose(values, indent, name, before):
     lines = before + "".join(json.dumps(value, indent=indent) + "\n" for value in values).encode()
     document = before + json.dumps(values, indent=indent).encode() + b"\n"
-    # A comment before a document over several lines leaves no line of JSON: then only a name can say what it is.
+    # A comment before a document of several lines leaves no line of JSON. Then only a name can decide the format.
     for head in (lines, document) if before != b"# comment\n" or indent is None else ():
         try:
             assert chosen(name, head[:HEAD_BYTES]) == "jsonl"

@@ -1,4 +1,4 @@
-"""What JSON an input line may hold."""
+"""JSON that an input line may hold."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_a_line_says_whether_its_prompt_gets_special_tokens():
     assert not parse({"prompt": "a", "add_special_tokens": False}).add_special_tokens
     completion = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a", "add_special_tokens": False}}
     assert not parse(completion).add_special_tokens
-    # What has no text has none to add; a template writes its own.
+    # A row without text has none to add; a template writes its own.
     assert parse(chat_line(add_special_tokens=False)).messages
     assert refused(chat_line(add_special_tokens=True)).code == "unsupported_parameter"
     assert refused({"prompt_token_ids": [1], "add_special_tokens": True}).code == "unsupported_parameter"
@@ -260,7 +260,7 @@ def test_only_a_line_whose_id_cannot_be_read_is_nameless():
 
 
 def test_no_depth_is_more_than_an_error_of_the_line():
-    """Reading, showing and writing take more of the stack than each other."""
+    """Reading, showing and writing a line need different depths of the stack."""
     codes = {refused(b'{"prompt": "x", "tools": ' + b"[" * n + b"]" * n + b"}").code for n in range(2, 1200)}
     assert codes == {"unsupported_parameter", "invalid_json"}
     broken = {refused(b'{"prompt": "\xff", "id": ' + b"[" * n + b"]" * n + b"}").code for n in range(2, 1200)}
@@ -294,7 +294,7 @@ def test_lines_with_bom_crlf_blanks_and_no_final_newline():
 
 
 class _Meter(io.BytesIO):
-    """A stream that records the longest piece anybody asked for."""
+    """A stream that records the longest requested piece."""
 
     longest = 0
 
@@ -349,7 +349,7 @@ def filled(size: int, unit: str, begin: str = '{"prompt_token_ids": [', end: str
 
 @pytest.mark.parametrize("unit", ["{},", "[],", '"",', '"\u00e9\u00e8",', "[[[]]],", '{"a":1},', '"\\\\",'])
 def test_what_a_line_takes_is_bounded_by_its_bytes(unit):
-    """Empty objects would take 27 times as much as they are long."""
+    """Empty objects would take 27 times their length."""
     size = 4 * 2**20
     assert peak_bytes(filled(size, unit)) < 8 * size
     assert refused(filled(size, unit)).code == "line_too_long"
@@ -362,7 +362,7 @@ def test_names_are_bounded_too():
 
 
 def test_a_long_line_of_ordinary_parts_is_none_of_that():
-    """Token ids; a text of braces and quotes; a conversation."""
+    """The lines are token ids, a text of braces and quotes, and a conversation."""
     million = parse_line(1, filled(7_000_000, "123456,"), plain_text=False)
     assert len(million.prompt_token_ids) == 1_000_001
     text = '{["\\' * 500_000
@@ -372,7 +372,7 @@ def test_a_long_line_of_ordinary_parts_is_none_of_that():
 
 
 def test_a_long_line_without_an_end_is_read_once():
-    """However often something in it may be the beginning of a string."""
+    """Any part of the line may look like the start of a string."""
     for tail in ('\\"' * 4_000_000, '"' + "\\" * 4_000_001, "\\" * 4_000_001):
         began_s = time.monotonic()
         assert refused(('{"prompt": "' + tail).encode()).code == "invalid_json"

@@ -31,7 +31,7 @@ LIMITS = PromptLimits(max_model_len=8, num_pages=3, page_size=2, vocab_size=100)
 
 
 class Words:
-    """As much of a tokenizer as the source needs: an id for each word, its length."""
+    """The part of a tokenizer that the source needs: an id for each word, which is its length."""
 
     vocab_size = 100
     all_special_ids = ()
@@ -165,7 +165,7 @@ def test_without_a_tokenizer_only_token_ids_run(tmp_path):
 
 
 class PlacedWords(Words):
-    """Words that say where in the text they lie, as the Rust library's tokenizers do."""
+    """Words with their positions in the text, as the Rust library's tokenizers report them."""
 
     is_fast = True
     clean_up_tokenization_spaces = False
@@ -201,7 +201,7 @@ def test_the_reader_stays_within_its_capacity(tmp_path):
     def feed() -> None:
         with open(path, "wb", buffering=0) as stream:
             for number in range(200):
-                # A pipe holds 64 KiB: lines this long let the writer run only a few lines ahead.
+                # A pipe holds 64 KiB: lines of this length let the writer run only a few lines ahead.
                 stream.write(json.dumps({"prompt": "x" + " " * 65536}).encode() + b"\n")
                 written.append(number)
 
@@ -233,7 +233,7 @@ def test_long_prompts_are_read_ahead_up_to_a_number_of_tokens(tokens, tmp_path, 
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """100,000 lines of 500 bytes: what stays of each is the hash of its id."""
+    """100,000 lines of 500 bytes: only the hash of each line's id stays in memory."""
     path = tmp_path / "in.jsonl"
     with open(path, "w") as file:
         for number in range(100_000):
@@ -294,7 +294,7 @@ def test_what_stops_the_reader_waits_for_the_arrivals_before_it(tmp_path):
 
 
 def test_a_read_that_fails_is_an_input_error():
-    # Reading the process's own memory from address 0 opens, and fails at the first read.
+    # Opening the process's own memory works, and the first read at address 0 fails.
     source = opened("/proc/self/mem")
     source.wait(None)
     with pytest.raises(InputError, match="/proc/self/mem"):
@@ -302,7 +302,7 @@ def test_a_read_that_fails_is_an_input_error():
 
 
 def test_a_path_that_does_not_open_is_an_input_error(tmp_path, monkeypatch):
-    """Whatever it is that looking at it did not show."""
+    """Some paths pass every check and fail only when they are opened."""
     path = write(tmp_path, {"prompt": "x"})
 
     def refused(self, mode):

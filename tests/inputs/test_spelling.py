@@ -1,4 +1,4 @@
-"""A key that was meant to be another one."""
+"""A misspelled key, and the key that was meant."""
 
 from __future__ import annotations
 

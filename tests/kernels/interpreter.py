@@ -7,19 +7,19 @@ from typing import Any
 from triton.runtime import interpreter
 
 _patch_tensor, _patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
-# What the launch that runs now has patched, by the modules whose functions asked for it.
+# The patches of the current launch, by the modules whose functions asked for them.
 _scopes: dict[int, Any] = {}
 
 
 class _LaunchScope:
     def restore(self) -> None:
-        """Called by the interpreter when a launch has ended."""
+        """Restore the patched modules; the interpreter calls this when a launch has ended."""
         while _scopes:
             _scopes.popitem()[1].restore()
 
 
 def _patch_once(function: Any) -> _LaunchScope:
-    """Patch what the function's module sees of triton.language, once in a launch.
+    """Patch triton.language in the function's module, once per launch.
 
     The interpreter asks for it again each time that a kernel calls a function.
     """
@@ -30,11 +30,11 @@ def _patch_once(function: Any) -> _LaunchScope:
 
 
 def _patch_and_index(tensor: Any, scope: Any) -> None:
-    """Triton 3.6 makes integers of arrays of one element in a way that numpy 2.4 no longer allows; 3.7 as here."""
+    """Patch integers of one-element arrays as Triton 3.7 does. Those of 3.6 fail with numpy 2.4."""
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def improve() -> None:
-    """Once or more often, in a process where TRITON_INTERPRET was set before triton was imported."""
+    """Patch the interpreter, once or repeatedly. TRITON_INTERPRET must be set before triton is imported."""
     interpreter._patch_lang, interpreter._patch_lang_tensor = _patch_once, _patch_and_index

@@ -1,4 +1,4 @@
-"""LeaderWorkerSet v1 as types, since no package has them.
+"""LeaderWorkerSet v1 as types, because no package has them.
 
 Written after kubernetes-sigs/lws, api/leaderworkerset/v1/leaderworkerset_types.go at commit 024af0845195: the fields of
 the set and their legal values. Templates of pods are the `PodTemplateSpec` of kubeflow-trainer-api.

@@ -1,4 +1,4 @@
-"""Kubernetes manifests against typed models, and against rules of the API server that no type tells."""
+"""Kubernetes manifests, checked against typed models and against rules of the API server that types cannot express."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODELS = {
 
 
 def problems(document: Document) -> list[str]:
-    """What an API server would refuse, as far as types and the rules below tell."""
+    """Return the problems that an API server would report, as far as types and the rules below show."""
     kind = document.get("kind")
     try:
         if kind == "LeaderWorkerSet":
@@ -41,13 +41,13 @@ def problems(document: Document) -> list[str]:
 
 
 def unknown(model: Any, document: Document) -> str | None:
-    """The models drop fields that they do not know, and add defaults: what went in has to come back."""
+    """Return the unknown fields. The models drop them and add defaults, so all input fields must come back."""
     lost = _lost(document, model.from_dict(document).to_dict())
     return None if lost is None else f"{model.__name__} knows no {lost}"
 
 
 def _lost(given: Any, back: Any, at: str = "") -> str | None:
-    """Where something of `given` is not in `back`."""
+    """Return the paths at which something of `given` is missing in `back`."""
     if isinstance(given, dict) and isinstance(back, dict):
         parts = [(given[key], back.get(key), f"{at}.{key}") for key in given]
     elif isinstance(given, list) and isinstance(back, list) and len(given) == len(back):
@@ -58,7 +58,7 @@ def _lost(given: Any, back: Any, at: str = "") -> str | None:
 
 
 def pods(document: Document) -> Iterator[tuple[Document, Document | None]]:
-    """The pods that a document describes, each with its job where it has one."""
+    """Return the pods that a document describes, each with its job if it has one."""
     if document["kind"] == "LeaderWorkerSet":
         templates = document["spec"]["leaderWorkerTemplate"]
         yield from ((templates[name]["spec"], None) for name in ("leaderTemplate", "workerTemplate"))
@@ -80,7 +80,7 @@ def pod_problems(pod: Document) -> Iterator[str]:
 
 
 def job_problems(job: Document | None, pod: Document) -> Iterator[str]:
-    """batch/v1: https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
+    """Check batch/v1: https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
     rules = (job or {}).get("podFailurePolicy", {}).get("rules", [])
     if rules and pod.get("restartPolicy") != "Never":
         yield "a podFailurePolicy needs restartPolicy: Never"
@@ -99,7 +99,7 @@ def job_problems(job: Document | None, pod: Document) -> Iterator[str]:
 
 
 def action_on(job: Document, code: int, conditions: Mapping[str, str]) -> str:
-    """What a Job does with a pod that has failed: the first rule that fits."""
+    """Return the action of a Job for a failed pod: the first rule that fits."""
     for rule in job["podFailurePolicy"]["rules"]:
         codes = rule.get("onExitCodes")
         if codes is not None and (code in codes["values"]) == (codes["operator"] == "In"):

@@ -1,4 +1,4 @@
-"""Nodes of a run as processes of this machine that meet on loopback."""
+"""Nodes of a run as processes of this machine that connect over loopback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.machine import patient
 
 ADDER = ROOT / "examples" / "tiny-adder"
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
-# What tests can afford.
+# Sizes that tests can afford.
 SMALL = ("--device", "cpu", "--kv-cache-memory", "16MiB", "--quiet")
 # Stages that compute nothing: their processes start in half the time.
 EMULATED = ("--emulate", str(ROOT / "examples" / "emulated.json"), "--quiet")
@@ -34,12 +34,12 @@ class Node:
     process: subprocess.Popen[str]
 
     def end(self, timeout_s: float = 120) -> tuple[int, str]:
-        """Its exit code, and what it has said."""
+        """Return its exit code and its output."""
         said = self.process.communicate(timeout=patient(timeout_s))[1]
         return self.process.returncode, said
 
     def family(self) -> list[psutil.Process]:
-        """All that it has started."""
+        """Return all processes that it has started."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -48,7 +48,7 @@ class Node:
 
 @contextmanager
 def started(command: Sequence[str], folder: Path, **more: str) -> Iterator[Node]:
-    """more: additions to its environment. Nothing of it is left afterwards."""
+    """Start a node; none of its processes is left afterwards. more: additions to its environment."""
     process = subprocess.Popen(
         command,
         cwd=folder,

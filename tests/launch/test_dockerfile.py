@@ -1,4 +1,4 @@
-"""launch/Dockerfile, which no engine has built: what it copies is there, and enough for what it runs."""
+"""launch/Dockerfile, which no engine has built here: the files it copies exist and suffice for its commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.commands.processes import ROOT
 from tests.machine import patient
 
 TEXT = (ROOT / "launch" / "Dockerfile").read_text()
-# A Python that only writes down how it was called; its `venv` copies it to where a real one would put the new Python.
+# A Python that only records its calls; its `venv` copies it to the path of a new Python.
 STAND_IN = """#!/bin/bash
 echo "$@" >>"$CALLS"
 case "$*" in
@@ -28,7 +28,7 @@ def instructions(name: str) -> list[str]:
 
 
 def copy_into(folder: Path) -> None:
-    """What a build would have in its WORKDIR by then."""
+    """Copy the files that a build would have in its WORKDIR by then."""
     for line in instructions("COPY"):
         *sources, target = shlex.split(line)
         for source in sources:
@@ -44,7 +44,7 @@ def test_it_says_that_it_was_never_built() -> None:
 
 
 def test_its_set_up_runs_on_what_it_copies(tmp_path: Path) -> None:
-    """With a stand-in for Python: the script is there, sources its files, and would install from the pins."""
+    """With a fake Python: the script is present, sources its files, and would install from the pins."""
     (folder := tmp_path / "app").mkdir()
     copy_into(folder)
     (python := tmp_path / "python3.11").write_text(STAND_IN)

@@ -91,7 +91,7 @@ def test_a_lost_stage_is_tried_again_and_nothing_else_is() -> None:
 
 
 def test_pods_that_wait_for_their_place_fail_no_job() -> None:
-    """Agents that do not meet end with 2, which is not tried again; nodes are not given out at once."""
+    """Nodes may be assigned at different times. Agents that do not find each other end with 2, without a retry."""
     given = {one["name"]: one["value"] for one in documents()["TrainJob"]["spec"]["trainer"]["env"]}
     name, _, seconds = given["PET_RDZV_CONF"].partition("=")
     assert name == "timeout" and int(seconds) >= 3600
@@ -105,7 +105,7 @@ def test_every_variable_is_explained_in_the_line_before_it(file: Path) -> None:
 
 
 def local(words: list[str], work: Path) -> list[str]:
-    """A container's words with the image's and the volumes' paths as they are here, and options that tests afford."""
+    """Replace paths of the image and volumes in a container's words with local ones, and costly options."""
     paths = {"/app/": f"{ROOT}/", "/data/model": str(ADDER), "/data/": f"{work}/", "/spool/": f"{work}/spool/"}
     for there, here in paths.items():
         words = [word.replace(there, here) for word in words]
@@ -129,7 +129,7 @@ def test_the_train_job_runs_as_two_pods(tmp_path: Path) -> None:
 
 
 def test_pods_of_a_job_that_was_told_to_stop_are_made_again(tmp_path: Path) -> None:
-    """All of them: an index of a Job that has ended with 0 has succeeded, and the new pod 0 would wait for it."""
+    """All pods restart: a Job's index that has ended with 0 has succeeded, and the new pod 0 would wait for it."""
     trainer = documents()["TrainJob"]["spec"]["trainer"]
     write_token_ids(tmp_path / "prompts.jsonl", 600)
     answers = tmp_path / "answers.jsonl"
@@ -154,7 +154,7 @@ def test_pods_of_a_job_that_was_told_to_stop_are_made_again(tmp_path: Path) -> N
 
 
 def test_the_group_answers_what_is_written_into_its_pipe_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    """With the variables that LeaderWorkerSet sets, which come before those of the manifest and may be named there."""
+    """LeaderWorkerSet sets its variables before those of the manifest, so the manifest may refer to them."""
     template = documents()["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
     (tmp_path / "spool").mkdir()
     port = str(free_port())
@@ -179,7 +179,7 @@ def test_the_group_answers_what_is_written_into_its_pipe_until_it_is_told_to_sto
             wait_for(lambda: num_answers(tmp_path) == rows.index(sent[-1]) + 1)  # noqa: B023
         first.process.send_signal(signal.SIGTERM)
         assert first.end()[0] == 75
-        second.end()  # it names no directory in common with the leader; all of a group are made again in any case
+        second.end()  # it shares no directory with the leader; all pods of a group restart in any case
     (answers,) = tmp_path.glob("answers-*.jsonl")
     assert [json.loads(line)["id"] for line in rows[:5]] == sorted(
         (json.loads(line)["id"] for line in answers.read_text().splitlines()),
@@ -199,7 +199,7 @@ def wait_for(there: Callable[[], bool], timeout_s: float = 120) -> None:
 
 
 def test_the_image_is_the_dockerfiles() -> None:
-    """Its name, its version, and the folder in which the commands are."""
+    """The image's name, its version, and the folder of the commands are those of the Dockerfile."""
     import sarathi_pp
 
     text = "".join(file.read_text() for file in FILES)

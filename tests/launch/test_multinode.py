@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(280)
 
 
 def test_two_nodes_answer_a_file_and_end_with_the_code_of_the_run(tmp_path: Path) -> None:
-    """A line that cannot run ends a run with 3, of which torchrun makes 1. Each node sees its own files alone."""
+    """A bad line ends a run with 3, and torchrun turns that into 1. Each node sees only its own files."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(PROMPTS.read_text() + '{"id": "none"}\n')
     script, port = str(ROOT / "launch" / "multinode.sh"), str(free_port())

@@ -1,4 +1,4 @@
-"""The files of launch/: clean shell, and each variable of the environment explained in one line."""
+"""The files of launch/: clean shell, and each environment variable explained in one line."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.missing import missing
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
 STARTERS = [LAUNCH / name for name in ("local.sh", "multinode.sh", "slurm.sbatch")]
-# What others set: Slurm, bash.
+# Variables that others set: Slurm, bash.
 GIVEN = re.compile(r"SLURM\w*|BASH_SOURCE|PET_")
 
 
 def unexplained(text: str) -> set[str]:
-    """Variables that are read, or handed on, and have no line `#   NAME  what it is` of their own."""
+    """Return variables that are read or passed on and have no line `#   NAME  what it is`."""
     code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     read = {*re.findall(r"\$\{?([A-Z][A-Z0-9_]+)\b", code), *re.findall(r"\b([A-Z][A-Z0-9_]+)=", code)}
     explained = {*re.findall(r"^#   ([A-Z][A-Z0-9_]+) +\S", text, re.MULTILINE)}
     internal = {"NNODES", "MASTER_ADDR", "RDZV_ID"} if "SLURM_JOB_ID" in text else set()
-    handed_on = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # INTERFACE, as the libraries call it
+    handed_on = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}  # INTERFACE, under the libraries' names
     return {name for name in read - explained - internal - handed_on if not GIVEN.fullmatch(name)}
 
 

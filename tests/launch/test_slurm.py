@@ -1,6 +1,7 @@
-"""launch/slurm.sbatch, with commands in Slurm's place that run a step's tasks on this machine.
+"""launch/slurm.sbatch, with commands that replace Slurm's and run a step's tasks on this machine.
 
-What is real: the batch script, torchrun on two nodes that meet by c10d, the run, its signal, its second turn.
+These parts are real: the batch script, torchrun on two nodes with a c10d rendezvous, the run, its signal, its second
+turn.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.machine import patient
 pytestmark = pytest.mark.timeout(290)
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
-# One task a node, with what slurmd tells each; ends with the highest of their codes, as srun does.
+# One task per node, with the variables that slurmd sets; exits with the highest of their codes, as srun does.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
@@ -51,7 +52,7 @@ esac
 
 @dataclass
 class Slurm:
-    """A cluster of two nodes and one job on it. turns: how often the job was begun again."""
+    """A cluster of two nodes and one job on it. turns: number of starts of the job."""
 
     folder: Path
     turns: int = 0
@@ -67,7 +68,7 @@ class Slurm:
 
     @contextmanager
     def job(self, *options: str) -> Iterator[Node]:
-        """One turn, as sbatch begins it: with the script's own copy, in the directory of submission."""
+        """Run one turn as sbatch starts it: with its own copy of the script, in the directory of submission."""
         spooled = self.folder / "slurm" / "slurm_script"
         spooled.write_text(SCRIPT.read_text())
         facts = {
@@ -98,14 +99,14 @@ class Slurm:
 
 
 def test_the_port_is_none_that_the_kernel_gives_to_connections() -> None:
-    """Linux takes those from 32768 on unless it is told otherwise, and Kubernetes its own from 30000."""
+    """Linux uses ports from 32768 on by default, and Kubernetes uses ports from 30000."""
     (span,) = re.findall(r"MASTER_PORT:-\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)", SCRIPT.read_text())
     first, count = map(int, span)
     assert 1024 < first and first + count <= 30000
 
 
 def tell_step(job: Node, number: int) -> None:
-    """As slurmstepd does: every process of the step, neither the batch script nor srun."""
+    """Signal every process of the step, as slurmstepd does, but neither the batch script nor srun."""
     (srun,) = psutil.Process(job.process.pid).children()
     for process in srun.children(recursive=True):
         process.send_signal(number)
@@ -137,7 +138,7 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on(tmp_path: Path) 
     assert report["resumed"]["rows"] == answered
     assert slurm.requeued() == ["4711"]
 
-    # The same once more, by a new job: refused, and what the run before has left there is not its code.
+    # The same once more, by a new job: refused, and it does not return the exit code of the earlier run.
     slurm.turns = 0
     with slurm.job(*asked) as job:
         code, said = job.end()
@@ -170,12 +171,12 @@ def test_a_job_that_would_end_the_same_way_again_is_not_queued_again(tmp_path: P
 
 
 def test_the_directives_are_sbatchs_own() -> None:
-    """In front of the first command, where alone sbatch reads them."""
+    """The directives come before the first command, because sbatch reads them only there."""
     lines = SCRIPT.read_text().splitlines()
     first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
     found = dict(re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(\S+))?", line).groups() for line in lines if "#SBATCH" in line)
     assert all("#SBATCH" not in line for line in lines[first:])
     assert found["signal"] == "USR1@60" and found["open-mode"] == "append" and "requeue" in found
     assert found["ntasks-per-node"] == "1"
-    # Ranks share what their node's one task may use, which without these two is a single core.
+    # Ranks share the cores of their node's one task, which without these two options is a single core.
     assert "exclusive" in found and any(line.startswith("srun ") and "--cpu-bind=none" in line for line in lines)

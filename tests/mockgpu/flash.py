@@ -1,4 +1,4 @@
-"""torch's own FlashAttention over pages, which no CPU runs: what its varlen_attn asks for."""
+"""torch's own FlashAttention over pages, which no CPU runs: the operator that its varlen_attn calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def varlen_attn(
     block_table: Tensor,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """torch_attn::_varlen_attn: (T, H, D), (H, T) log-sum-exps, and the state of a dropout that there is none of."""
+    """Compute torch_attn::_varlen_attn: (T, H, D), (H, T) log-sum-exps, and the state of an unused dropout."""
     check_pool(query, key, value, block_table, len(seqused_k))
     assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32 and query.is_contiguous()
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(seqused_k.max())

@@ -1,8 +1,8 @@
-"""What torch's C++ asks of a device type that its build does not know: which device is the current one.
+"""The answer to torch's C++ about a device type unknown to its build: the current device.
 
-A build for CPUs has no guard for CUDA, and creating a CUDA tensor ends there. The one of meta tensors does nothing, as
-ours should; only which device it speaks of is answered here. Its virtual functions are found where compilers put them
-on Linux (Itanium ABI), in the order of c10/core/impl/DeviceGuardImplInterface.h.
+A build for CPUs has no guard for CUDA, and creating a CUDA tensor fails there. The guard of meta tensors does nothing,
+as ours should. Only its device is changed here. Its virtual functions are found at the places that compilers use on
+Linux (Itanium ABI). Their order is that of c10/core/impl/DeviceGuardImplInterface.h.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 
 _CUDA, _META = 1, 14
-# type, exchangeDevice, getDevice come first; the rest is taken over.
+# type, exchangeDevice, getDevice come first; the others are copied.
 _NUM_SLOTS = 64
 _POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
 
-# What C++ holds must not be collected.
+# Objects that C++ holds must not be collected.
 _kept: list[object] = []
 
 
 def give_cuda_a_guard(current: Callable[[], int]) -> None:
-    """current: index of the device that is current in the calling thread."""
+    """Register a guard for CUDA. `current` is the index of the device that is current in the calling thread."""
     libc10 = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
     guards = (ctypes.c_void_p * 20).in_dll(libc10, "_ZN3c104impl26device_guard_impl_registryE")
     if guards[_CUDA]:

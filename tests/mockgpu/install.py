@@ -1,4 +1,4 @@
-"""Puts simulated GPUs in the place of torch.cuda's, for a whole process, of a torch that was built without any."""
+"""Simulated GPUs instead of torch.cuda's, for a whole process, with a torch that was built without CUDA."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _kept: list[object] = []
 
 
 def install() -> None:
-    """Kernels of Triton's run in its interpreter, which TRITON_INTERPRET must ask for before they are defined."""
+    """Install the simulation. Triton's interpreter runs kernels, so set TRITON_INTERPRET before they are defined."""
     atexit.register(_look_at_contexts)
-    if _kept:  # by the launcher that this rank is a fork of
+    if _kept:  # by the launcher, before it forked this rank
         machine.forget()
         return
     give_cuda_a_guard(machine.current_device)
@@ -61,7 +61,7 @@ def install() -> None:
         setattr(torch.cuda, name, simulated)
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lambda self, device=None: TIMELINE.is_pinned(self)  # type: ignore[method-assign]
-    # Modules that move get new parameters: what is a host's tensor cannot become one of ours.
+    # Modules that move get new parameters: a host's tensor cannot become one of ours.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     _patch_factories()
     library = torch.library.Library("_", "IMPL")
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def _look_at_contexts() -> None:
-    """A rank that has a context on another rank's device takes memory of that."""
+    """Check contexts. A rank with a context on another rank's device takes memory of that device."""
     rank = os.environ.get("LOCAL_RANK")
     if rank is not None and not machine.contexts <= {int(rank) % machine.num_devices()}:
         TIMELINE.note(f"rank {rank} holds contexts on devices {sorted(machine.contexts)}")
@@ -111,9 +111,9 @@ def _pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
 
 
 def _patch_factories() -> None:
-    """Those whose arguments torch looks at before any operation is asked for."""
+    """Patch the functions whose arguments torch checks before any operation is called."""
     empty, tensor, arange = torch.empty, torch.tensor, torch.arange
-    _device_constructors()  # made once, of what `with torch.device(...)` is for
+    _device_constructors()  # created once, from the value of `with torch.device(...)`
 
     def copied(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         return tensor(data, device="cpu", **kwargs).to(empty(0).device if device is None else device)
@@ -125,7 +125,7 @@ def _patch_factories() -> None:
         return found
 
     def counted(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Else it is a result that grows, and one of ours cannot."""
+        """Make the range on the host. torch's own operation resizes its result, and a simulated tensor cannot grow."""
         wanted = empty(0).device if device is None else torch.device(device)
         host = arange(*args, device="cpu" if wanted.type == "cuda" else wanted, **kwargs)
         return made(host, torch.device("cuda", machine.index_of(wanted))) if wanted.type == "cuda" else host
@@ -134,7 +134,7 @@ def _patch_factories() -> None:
 
 
 def _patch_interpreter() -> None:
-    """Kernels are given what stands for a device's memory, if all of it is that of the device that launches them."""
+    """Patch the interpreter: kernels get simulated device memory, if all of it is on the device that launches them."""
     import triton.language as tl
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
@@ -144,7 +144,7 @@ def _patch_interpreter() -> None:
     dot = InterpreterBuilder.create_dot
 
     def widened_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        """The interpreter multiplies the bits of bfloat16."""
+        """Widen the operands. The interpreter multiplies the bits of bfloat16."""
         if a.dtype.scalar == tl.bfloat16:
             a, b = (self.cast_impl(one, tl.float32) for one in (a, b))
         return dot(self, a, b, *others)

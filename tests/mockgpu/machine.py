@@ -1,4 +1,4 @@
-"""The state of the simulated GPUs: current devices and streams of each thread, and what is captured."""
+"""The state of the simulated GPUs: current devices and streams of each thread, and captured work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _stream_numbers = count(100)
 
 
 class Address:
-    """Where a tensor lies, which a graph knows and does not keep from being freed."""
+    """The address of a tensor, which a graph knows but does not keep from being freed."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._storage = StorageWeakRef(host.untyped_storage())
@@ -42,10 +42,11 @@ def released(one: Any) -> Any:
 
 @dataclass(slots=True)
 class Recording:
-    """What is captured: each to be done again, with what it reads and writes, and memory that it gave.
+    """Captured operations: each is repeated with its reads, its writes and the memory that it returned.
 
-    constants: memory too, whose numbers are those of the capture. spoilt: something was asked for that no capture
-    allows.
+    Args:
+        constants: memory with the numbers of the capture.
+        spoilt: a call that no capture allows.
     """
 
     work: list[Callable[[], None]] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Recording:
     spoilt: bool = False
 
     def hold(self, one: Any) -> Any:
-        """What of its own a graph keeps; of the rest it knows the address."""
+        """Keep the graph's own memory; keep only the address of other memory."""
         if not isinstance(one, torch.Tensor):
             return one
         place = one.untyped_storage().data_ptr()
@@ -65,10 +66,10 @@ class Recording:
 
 
 class _Thread(threading.local):
-    """As CUDA has it: a new thread's device is the first one, whatever the others have chosen."""
+    """State of a thread, as in CUDA: a new thread's device is the first one, whatever other threads chose."""
 
     def __init__(self) -> None:
-        self.device = 0  # no context is made for it before it is used
+        self.device = 0  # no context is made for it before first use
         self.streams: dict[int, Stream] = {}
         self.recording: Recording | None = None
 
@@ -80,7 +81,7 @@ captures_failed: list[Recording] = []
 
 
 def forget() -> None:
-    """What another process chose, of which this one is a fork."""
+    """Forget the choices of the process from which this one was forked."""
     assert not TIMELINE.live_bytes(), "it has memory on a device"
     _thread.__dict__.clear()
     _thread.__dict__.update(_Thread().__dict__)
@@ -165,7 +166,7 @@ def default_stream(device: object = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    """Its device becomes the current one too."""
+    """Set the stream; its device becomes the current one too."""
     set_device(stream.device_index)
     _thread.streams[stream.device_index] = stream
 
@@ -202,7 +203,7 @@ class device:  # noqa: N801  torch's name
 
 
 class Event:
-    """torch.cuda.Event. It is not over the first time that it is asked, as on a device that runs behind."""
+    """torch.cuda.Event. The first query returns False, as on a device that runs late."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._timed = enable_timing
@@ -246,7 +247,7 @@ class Event:
 
 
 class CUDAGraph:
-    """torch.cuda.CUDAGraph: does what was captured once more, with the numbers and addresses of that time."""
+    """torch.cuda.CUDAGraph: repeats the captured work with the numbers and addresses of the capture."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._recorded: Recording | None = None
@@ -263,7 +264,7 @@ class CUDAGraph:
 
 
 class graph:  # noqa: N801  torch's name
-    """torch.cuda.graph. Nothing is computed meanwhile: what is found there holds no numbers."""
+    """torch.cuda.graph. Nothing is computed during a capture: its results hold no numbers."""
 
     def __init__(
         self,
@@ -287,8 +288,8 @@ class graph:  # noqa: N801  torch's name
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         found, _thread.recording = _thread.recording, None
         if found is not None and found.spoilt:
-            # As torch does it: the stream of the capture stays the current one, and before 2.12 the allocator takes the
-            # capture for one that goes on.
+            # As in torch, the stream of the capture stays the current one. Before 2.12 the allocator treats the capture
+            # as still active.
             captures_failed.append(found)
             raise MockGpuError("operation failed due to a previous error during capture")
         self._inside.__exit__(kind, error, trace)
@@ -299,7 +300,7 @@ class graph:  # noqa: N801  torch's name
 
 
 def spoil(host: torch.Tensor) -> None:
-    """NaN, or numbers that are no index."""
+    """Fill with NaN, or with numbers that are no index."""
     storage = host.untyped_storage()
     if storage.nbytes():
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
-"""NCCL between processes with simulated GPUs: what goes over gloo here goes on a stream of the communicator's own.
+"""NCCL between processes with simulated GPUs: transfers use gloo here, on a stream of the communicator.
 
-As torch has it: a transfer begins when the caller's stream has come to it, and `wait` holds up that stream and not the
-caller. One that the other end never matches is waited for by whoever waits for its stream, here already by the call.
+As in torch, a transfer starts when the caller's stream reaches it. `wait` holds up that stream and not the caller. If
+the other end never matches it, waiting for its stream blocks. Here the call already blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.mockgpu.tensor import MockTensor
 from tests.mockgpu.timeline import MockGpuError
 
 _Gloo = dist.ProcessGroupGloo
-# gloo stops what nobody holds any more.
+# gloo stops work to which no reference is left.
 _leaving: list[tuple[Any, torch.Tensor]] = []
 
 
 class Transfer:
-    """dist.Work. kept: what must not be used again before it is done."""
+    """dist.Work. kept: memory that must not be reused before the end."""
 
     def __init__(self, stream: Stream, *kept: object) -> None:
         self._stream = stream
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 class Gloo:
-    """As torch's; it takes CUDA tensors for sums alone: then the host copies."""
+    """Gloo as in torch. It accepts CUDA tensors only for sums: then the host copies."""
 
     def __init__(self, *args: Any) -> None:
         self._gloo: Any = _Gloo(*args)
@@ -69,7 +69,7 @@ class Gloo:
 
 
 class Nccl:
-    """It has a stream of its own from the first transfer on."""
+    """NCCL, which has a stream of its own from the first transfer on."""
 
     class Options:
         _timeout = timedelta(minutes=10)
@@ -104,7 +104,7 @@ class Nccl:
         self._gloo.shutdown()
 
     def _enter(self, tensor: Any) -> Stream:
-        """The communicator's stream, behind what the caller's stream was given."""
+        """Return the communicator's stream, after the work that the caller's stream has."""
         if not isinstance(tensor, MockTensor) or not tensor.is_contiguous():
             raise MockGpuError("NCCL takes contiguous CUDA tensors")
         stream = self._stream = self._stream or Stream(tensor.device)

@@ -1,7 +1,7 @@
-"""Tensors that say they are on a CUDA device, and lie in the host's memory.
+"""Tensors that report a CUDA device and are stored in the host's memory.
 
-Whatever torch is asked to do with them is done there, after a look at what a real device would not do or not at once:
-operands of two devices, reads of memory that nobody has written, copies that the host has to wait for, and captures.
+All operations run there, after a check for uses that a real device refuses or delays. These are operands of two
+devices, reads of unwritten memory, copies that the host must wait for, and captures.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.mockgpu.flash import varlen_attn
 from tests.mockgpu.machine import TIMELINE, forbid_in_capture, released, spoil
 from tests.mockgpu.timeline import POOL, MockGpuError
 
-# Between devices; all else wants its operands on one.
+# These work between devices; all others need their operands on one.
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::to")
-# Their size or their answer is the device's to say.
+# Only the device knows their size or their answer.
 _ANSWERS = (
     "aten::_local_scalar_dense",
     "aten::item",
@@ -31,7 +31,7 @@ _ANSWERS = (
     "aten::bincount",
 )
 _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like")
-# What may take indices from the host, which it copies first.
+# These may take indices from the host, which it copies first.
 _INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
@@ -39,12 +39,12 @@ def _histc(x: torch.Tensor, *bounds: Any, **how: Any) -> torch.Tensor:
     return torch.histc(x.float(), *bounds, **how).to(x.dtype)
 
 
-# What a device does and the host does not.
+# Operations of a device that the host lacks.
 _INSTEAD: dict[str, Callable[..., Any]] = {"torch_attn::_varlen_attn": varlen_attn, "aten::histc": _histc}
 
 
 class MockTensor(torch.Tensor):
-    """host: the numbers."""
+    """A tensor on a simulated device. host: the numbers."""
 
     host: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -83,7 +83,7 @@ class MockTensor(torch.Tensor):
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One operation of torch's, of which an operand or the result is on a device."""
+    """Run one operation of torch, of which an operand or the result is on a device."""
     name = func._schema.name
     flat, tree = tree_flatten((tuple(args), dict(kwargs)))
     ours = [one for one in flat if isinstance(one, MockTensor)]
@@ -98,7 +98,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     mutated = [one.host for one in _mutated(func, args, kwargs) if isinstance(one, MockTensor)]
     host_args, host_kwargs = tree_unflatten([_to_host(one) for one in flat], tree)
     if name == "aten::_fused_sdp_choice":
-        return 0  # what is chosen for CPU is not for a device
+        return 0  # choices for CPU do not apply to a device
     call = _INSTEAD.get(name, func)
     number = machine.current_stream(here).number
     crosses = name in _COPIES and _crosses(name, args, target)
@@ -171,7 +171,7 @@ def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _look_at_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Between host and device: what must not be."""
+    """Check a copy between host and device for forbidden uses."""
     asynchronous, source = _is_asynchronous(name, args, kwargs), args[1] if name == "aten::copy_" else args[0]
     if isinstance(source, MockTensor):
         forbid_in_capture("a copy to the host")
@@ -182,7 +182,7 @@ def _look_at_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _wait_for_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> None:
-    """Who waits for it, now that the device has it to do."""
+    """Make the host wait for the copy, unless it is asynchronous and from pinned memory."""
     source = args[1] if name == "aten::copy_" else args[0]
     if isinstance(source, MockTensor):
         TIMELINE.wait(TIMELINE.point(number), "copy to the host")
@@ -200,12 +200,12 @@ def _record(
     mutated: Sequence[torch.Tensor],
     kept: Sequence[torch.Tensor],
 ) -> None:
-    """Into the graph that is captured, if one is. What a capture computes is not there: what was, is put back."""
+    """Record the call into the active graph, if any. A capture computes no results, so earlier values are restored."""
     recording = machine.recording()
     if recording is None:
         return
     for now, before in zip(mutated, kept, strict=True):
-        if now.shape == before.shape:  # else it was made for this
+        if now.shape == before.shape:  # otherwise it was created for this
             now.copy_(before)
     places = {one.host.untyped_storage().data_ptr() for one in ours}
     results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
@@ -229,7 +229,7 @@ def _record(
 
 
 def made(host: torch.Tensor, device: torch.device) -> MockTensor:
-    """New memory of a device, with these numbers."""
+    """Make new memory of a device, with these numbers."""
     number = machine.current_stream(device).number
     recording = machine.recording()
     if recording is None:
@@ -242,20 +242,20 @@ def made(host: torch.Tensor, device: torch.device) -> MockTensor:
 
 
 def wrapped(host: torch.Tensor, device: torch.device) -> MockTensor:
-    # Where views of it are made inside an inference mode and outside, an inference tensor would not do.
+    # An inference tensor fails if views of it are made inside an inference mode and outside.
     with torch.inference_mode(False):
         return MockTensor(host, device)
 
 
 def _is_view(found: Any, ours: Sequence[MockTensor]) -> bool:
-    """Whether there is nothing for the device to do."""
+    """Return True if the device has nothing to do."""
     places = {one.host.untyped_storage().data_ptr() for one in ours}
     results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
     return bool(results) and all(one.untyped_storage().data_ptr() in places for one in results)
 
 
 def _wrapped(found: Any, flat: Sequence[Any], device: torch.device, number: int, *, fresh: bool) -> Any:
-    """What was an operand comes back as that."""
+    """Wrap results, so that an operand comes back as the same object."""
     given = {id(one.host): one for one in flat if isinstance(one, MockTensor)}
 
     def wrap(one: Any) -> Any:

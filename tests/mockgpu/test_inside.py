@@ -1,4 +1,4 @@
-"""What is checked in processes with simulated GPUs, torch's own being replaced for good: the files in inside/."""
+"""The files in inside/ run in processes with simulated GPUs, since these replace torch's own permanently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.commands.processes import ROOT
 from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 
-# transformers' loader is told of a device by no argument of its own, so the oldest one is tried as well.
+# transformers' loader has no argument of its own for a device, so its oldest release is tested as well.
 MARKS = {"check_stage": pytest.mark.oldest, "check_contest": pytest.mark.full}
 CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
 
@@ -22,7 +22,7 @@ CHECKS = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
     [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in CHECKS],
 )
 def test_with_a_gpu(checks: Path, tmp_path: Path) -> None:
-    # What is computed while a graph is captured is garbage, here as there.
+    # Results computed during a graph's capture are garbage, as on a real device.
     garbage = ("-W", "ignore::RuntimeWarning")
     own = ("-p", "no:cacheprovider", "-o", "python_files=check_*.py", *garbage)
     command = (sys.executable, "-m", "pytest", "-q", *own, str(checks))

@@ -1,4 +1,4 @@
-"""`generate --device cuda` in processes with simulated GPUs: every token is transformers', and nothing races."""
+"""`generate --device cuda` in processes with simulated GPUs: every token equals transformers', and nothing races."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.mockgpu.processes import with_gpus
 from tests.model.families import with_layers
 
 NEW_TOKENS = 4
-# Few and short: Triton's interpreter takes a second for what a device does in microseconds.
+# Few and short: Triton's interpreter takes a second for microseconds of a device.
 LONGEST, MOST, LAYERS = 13, 4, 2
 
 
@@ -28,7 +28,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run as it was resolved, and its report; its answers are compared."""
+    """Generate, compare the answers, and return the resolved run and its report."""
     files = Files(folder)
     asked = [
         (prompt, output[:NEW_TOKENS])
@@ -91,9 +91,9 @@ def test_pipelines_without_graphs(
     indirect=True,
 )
 def test_families(reference: Reference, tmp_path: Path) -> None:
-    """Soft caps and windows, experts that no graph holds, sinks, norms of heads."""
+    """They have soft caps and windows, experts that no graph holds, sinks, and norms of heads."""
     run, report = generate(reference, tmp_path, 1, "--stages", "2")
     assert run["attention"] == "triton"
-    # Experts by torch's grouped product, which on the host here asks how many tokens each of them got.
+    # torch's grouped product runs the experts. On the host here it reads the number of tokens per expert.
     captured = {None, 1.0} if reference.family in ("mixtral", "gpt_oss") else {1.0}
     assert {stage["graph_hit_rate"] for stage in report["per_stage"]} <= captured

@@ -1,4 +1,4 @@
-"""What the simulated GPUs know of races: what a real one would do wrong now and then is wrong here each time."""
+"""Races on the simulated GPUs: an occasional error of a real device happens here every time."""
 
 from __future__ import annotations
 

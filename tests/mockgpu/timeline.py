@@ -1,9 +1,9 @@
-"""What a device's streams were given and in which order it could do that: races, and memory used too early or too late.
+"""The work of a device's streams and its possible orders: races, and memory used too early or too late.
 
-Everything is computed at once here, so that a race would never show in numbers. It shows in clocks instead: each stream
-counts its work and knows how far each other stream must have come before it goes on (vector clocks, Mattern 1989), by
-events that it waited for and by what the host had seen when it gave the work. Two accesses of the same memory, one of
-them a write, of which neither knows the other are a race on a real device.
+Everything is computed at once here, so that a race would never show in numbers. Clocks show it instead (vector clocks,
+Mattern 1989). Each stream counts its work, and knows how far each other stream must be before it continues. It knows
+this from events that it waited for, and from the host's knowledge when it queued the work. A race is two accesses of
+the same memory, one of them a write, of which neither knows the other.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Clock = Counter[int]
-# A stream, how much it had done by then, and what that was.
+# A stream, its amount of work then, and the name of that work.
 Access = tuple[int, int, str]
 
-# In the place of a stream: what was allocated in a capture belongs to graphs.
+# Instead of a stream: memory allocated in a capture belongs to graphs.
 POOL = -1
 
 
 class MockGpuError(RuntimeError):
-    """What a real device would do wrong, now and then."""
+    """An occasional error of a real device."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """One allocation: by which stream, the last write, and reads since, each a stream, its count and what it was."""
+    """One allocation: its stream, the last write, and reads since then.
+
+    Each access has a stream, its count and its name.
+    """
 
     alive: StorageWeakRef
     num_bytes: int
@@ -44,7 +47,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What happens on the host's side when a stream has come so far."""
+    """An action of the host when a stream has reached a point."""
 
     stream: int
     count: int
@@ -52,7 +55,7 @@ class _Pending:
 
 
 class Timeline:
-    """Of one process, which is all that ever sees its memory. room: bytes of that."""
+    """The timeline of one process, the only one with access to its memory. room: bytes of that memory."""
 
     def __init__(self, room: int = 1 << 62) -> None:
         self._room = room
@@ -62,11 +65,11 @@ class Timeline:
         self._memories: dict[int, _Memory] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self._pending: list[_Pending] = []
-        self.waits: Counter[str] = Counter()  # of the host for a device, by what made it wait
+        self.waits: Counter[str] = Counter()  # waits of the host for a device, by their cause
         self.allocated = self.peak = 0
 
     def launch(self, stream: int, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
-        """Host tensors that stand for the device's. Raises MockGpuError for a race."""
+        """Launch work. Host tensors represent the device's. Raises MockGpuError for a race."""
         with self._lock:
             clock = self._clocks.setdefault(stream, Counter())
             clock |= self._host
@@ -86,17 +89,17 @@ class Timeline:
                     memory.write, memory.reads = (stream, clock[stream], what), {}
 
     def point(self, stream: int) -> Clock:
-        """All that a stream was given so far, and what that waits for."""
+        """Return the stream's position: all its work so far, and the work that this waits for."""
         with self._lock:
             return self._clocks.setdefault(stream, Counter()).copy()
 
     def follow(self, stream: int, point: Clock) -> None:
-        """The stream goes on behind a point."""
+        """Make the stream continue only after a point."""
         with self._lock:
             self._clocks[stream] = self._clocks.setdefault(stream, Counter()) | point
 
     def seen(self, point: Clock) -> None:
-        """The host knows that a point is passed."""
+        """Record that the host knows that a point is passed."""
         with self._lock:
             self._host |= point
             ready = [one for one in self._pending if self._host[one.stream] >= one.count]
@@ -109,7 +112,7 @@ class Timeline:
             return all(self._host[stream] >= count for stream, count in point.items())
 
     def wait(self, point: Clock, what: str) -> None:
-        """The host waits for it."""
+        """Make the host wait for it."""
         with self._lock:
             self.waits[what] += 1
         self.seen(point)
@@ -122,12 +125,12 @@ class Timeline:
         self.wait(everything, what)
 
     def later(self, stream: int, done: Callable[[], None]) -> None:
-        """done: when the host has seen what the stream was given so far."""
+        """Call `done` when the host knows that the stream's work so far is finished."""
         with self._lock:
             self._pending.append(_Pending(stream, self.point(stream)[stream], done))
 
     def reads_later(self, stream: int, source: torch.Tensor) -> None:
-        """The stream copies from the host's pinned memory, which must not change before it has."""
+        """Record a stream's copy from the host's pinned memory, which must not change before it ends."""
         copy = source.clone()
 
         def check() -> None:
@@ -147,7 +150,7 @@ class Timeline:
         return found is not None and not found.expired()
 
     def allocate(self, tensor: torch.Tensor, stream: int) -> None:
-        """Its memory is a device's, of what the stream had: what that was given so far may be using it still."""
+        """Allocate device memory from memory that the stream had; its earlier work may still use it."""
         with self._lock:
             self._sweep()
             memory = self._memory(tensor, stream)
@@ -157,7 +160,7 @@ class Timeline:
                 memory.write = (stream, self.point(stream)[stream], "whoever had the memory before")
 
     def report(self, hazard: str) -> NoReturn:
-        """Of what nobody can be told by an exception: into the file of that name, and raised all the same."""
+        """Report an error that no exception can carry: write it to the named file, and raise it too."""
         self.note(hazard)
         raise MockGpuError(hazard)
 
@@ -192,7 +195,7 @@ class Timeline:
             self._freed(place)
 
     def _freed(self, place: int) -> None:
-        """The stream that allocated it may use it at once for something else."""
+        """Record freed memory. The stream that allocated it may reuse it at once."""
         memory = self._memories.pop(place)
         self.allocated -= memory.num_bytes
         if memory.stream == POOL:

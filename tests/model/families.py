@@ -1,7 +1,7 @@
 """Tiny models of every supported family, with the family's quirks switched on, and checkpoints of them.
 
-Five layers, so that two stages and four are uneven; windows of 12, so that prompts outgrow them; every
-multiplier away from 1, so that one applied twice or not at all shows.
+Five layers, so that two stages and four are uneven. Windows of 12, so that prompts outgrow them. Every multiplier
+differs from 1, so that applying it twice or not at all shows.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 """Family name -> tiny config. A name may carry a variant after the family's own (`opt_post_norm`)."""
 
-# (scale of the weights, scale of the embedding), chosen so that greedy outputs do not settle on one token and
-# rounding is not blown up. A tied head answers the token it was given where the embedding outweighs the layers.
+# (scale of the weights, scale of the embedding): greedy outputs must not settle on one token, and rounding errors must
+# not grow. A tied head repeats its input token if the embedding outweighs the layers.
 _SCALES: dict[str, tuple[float, float]] = {
     "qwen3": (0.8, 2.0),
     "qwen2": (1.2, 0.5),
@@ -275,13 +275,13 @@ _DEFAULT_SCALES = (1.5, 0.5)
 
 
 def architecture(family: str) -> str:
-    """Class name of a family of FAMILIES."""
+    """Return the class name of a family of FAMILIES."""
     model_type = FAMILIES[family]().model_type
     return next(name for name, known in SUPPORTED.items() if known.model_type == model_type)
 
 
 def with_layers(family: str, num_layers: int) -> PretrainedConfig:
-    """The family's config with its first layers alone, for what is slow by the layer."""
+    """Return the family's config with only its first layers, for tests that are slow per layer."""
     config = FAMILIES[family]()
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
@@ -290,7 +290,7 @@ def with_layers(family: str, num_layers: int) -> PretrainedConfig:
 
 
 def build_model(family: str, seed: int = 0, config: PretrainedConfig | None = None) -> Any:
-    """The family's tiny transformers model in float32, unmodified, with weights drawn from the seed."""
+    """Build the family's tiny transformers model in float32, unmodified, with weights drawn from the seed."""
     model = getattr(t, architecture(family))(config or FAMILIES[family]()).eval()
     _randomise(model, seed, *_SCALES.get(family, _DEFAULT_SCALES))
     if getattr(model.config, "attn_logit_softcapping", None):
@@ -301,7 +301,7 @@ def build_model(family: str, seed: int = 0, config: PretrainedConfig | None = No
 
 
 def _randomise(model: Any, seed: int, weight_scale: float, embedding_scale: float) -> None:
-    """Weights under which every layer matters and the next token depends on the whole context."""
+    """Draw weights for which every layer matters and the next token depends on the whole context."""
     generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():

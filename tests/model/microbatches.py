@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 
 
 def visible(start: int, num_tokens: int, window: int | None) -> Tensor:
-    """(num_tokens, start + num_tokens) bool: which keys each row sees."""
+    """Return a (num_tokens, start + num_tokens) bool mask: the keys that each row sees."""
     row = torch.arange(start, start + num_tokens)[:, None]
     key = torch.arange(start + num_tokens)
     return (key <= row) if window is None else (key <= row) & (key > row - window)
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """One sequence: the last rows' (T, H, D) queries over all its (K, Hkv, D) keys, in float64."""
+    """Compute one sequence in float64: the last rows' (T, H, D) queries over all its (K, Hkv, D) keys."""
     group = query.shape[1] // key.shape[1]
     query, key, value = query.double(), key.double(), value.double()
     scores = torch.einsum("thd,khd->htk", query, key.repeat_interleave(group, 1)) * spec.scaling
@@ -42,7 +42,7 @@ def naive(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Ten
 
 @dataclass
 class Case:
-    """Sequences whose last tokens make up one microbatch; unwritten places of the pages hold NaN."""
+    """Sequences whose last tokens form one microbatch; unwritten places of the pages hold NaN."""
 
     extents: list[tuple[int, int]]
     page_size: int

@@ -1,6 +1,6 @@
 """A stage's tensor shards in one process, each on a thread, with a sum that waits for all of them.
 
-They compute one at a time, up to the next sum: what they run (Triton's interpreter) need not be safe beside threads.
+They compute one at a time, up to the next sum: Triton's interpreter need not be thread-safe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Sum:
-    """Adds up what `size` threads bring, in the order of their indices."""
+    """A sum that adds up the tensors of `size` threads, in the order of their indices."""
 
     def __init__(self, size: int) -> None:
         self.num_calls = 0
@@ -55,7 +55,7 @@ class Sum:
 class Gang:
     """The shards of one stage; behaves like a StageModel whose shards must agree to the last bit.
 
-    Each has its own pages: those that `forward` is given are left alone.
+    Each has its own pages: the pages passed to `forward` are not used.
     """
 
     def __init__(self, stages: list[StageModel], total: Sum, pages: Callable[[StageModel], KVShard]) -> None:

@@ -1,4 +1,4 @@
-"""Float32 products whose rows depend on nothing but the row."""
+"""Float32 products whose rows depend only on the row."""
 
 from __future__ import annotations
 

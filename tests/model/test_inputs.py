@@ -60,7 +60,7 @@ def test_all_logits_are_those_of_every_row_in_order() -> None:
     spans = [Span(0, 2, [1]), Span(5, 1, [2, 3])]
     for rows, every in (([0, 1, 2], True), ([1, 2], False), ([2, 1, 0], False), ([0, 1, 1], False), ([], False)):
         assert build_inputs(spans, rows, 4, CPU).all_logits is every
-    # A graph's inputs are padded to its number of rows: none of them is where it was.
+    # A graph's inputs are padded to its number of rows, so each has another place.
     assert not CapturableInputs(3, 3, 8, 4, CPU).load(spans, [0, 1, 2], [7, 8, 9]).all_logits
 
 

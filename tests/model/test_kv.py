@@ -1,4 +1,4 @@
-"""What is written is where readers look for it, and the pool costs nothing before."""
+"""Written values are where readers look for them, and the pool costs nothing before the first write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws follow the filtered distribution exactly, and depend on nothing but the row."""
+"""Draws follow the filtered distribution exactly, and depend only on the row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sarathi_pp.model.sampling import sample, uniform
 
 @dataclass(frozen=True)
 class Draw:
-    """The test's own row, so that `sample` is shown to need no class of ours."""
+    """The test's own row, which shows that `sample` needs no class of ours."""
 
     position: int = 0
     temperature: float = 1.0
@@ -45,7 +45,7 @@ FILTERS = [
 
 
 def filtered(logits: Tensor, row: Draw) -> Tensor:
-    """Probabilities after the logits processors of transformers, in the order of its `generate`."""
+    """Return probabilities after the logits processors of transformers, in the order of its `generate`."""
     scores = TemperatureLogitsWarper(row.temperature)(None, logits[None].double())
     if row.top_k:
         scores = TopKLogitsWarper(row.top_k)(None, scores)
@@ -130,7 +130,7 @@ def test_greedy_ignores_filters_and_takes_the_first_of_equal_logits() -> None:
 @given(st.integers(1, 4), st.integers(1, 700), st.integers(0, 2**32 - 1), st.sampled_from(["few", "any", "finite"]))
 @settings(max_examples=300, deadline=None)
 def test_one_pass_over_bfloat16_finds_what_torch_does(num_rows: int, width: int, seed: int, kind: str) -> None:
-    """Of few values, with ties, zeros of either sign and some that are not finite; of any bits; of finite ones."""
+    """Values are few, with ties, signed zeros and some that are not finite. Others are random bits or finite."""
     random = torch.Generator().manual_seed(seed)
     if kind == "few":
         values = torch.tensor([-1.0, -0.0, 0.0, 0.0, -0.0, 1.0, -3e38, torch.inf, -torch.inf, torch.nan, -torch.nan])

@@ -32,8 +32,8 @@ PAGE_SIZE = 4
 NUM_PAGES = 40
 LENGTHS = {"a": 45, "b": 30, "c": 13}
 
-# Each microbatch: (sequence, num_tokens), packed in this order. Prompts longer than the window, chunks that
-# end inside a page, decodes beside chunks, a chunk right after a chunk of the same sequence, a lone decode.
+# Each microbatch: (sequence, num_tokens), packed in this order. It has prompts longer than the window and chunks that
+# end inside a page. It has decodes with chunks, two chunks of one sequence in a row, and a lone decode.
 Schedule = tuple[tuple[tuple[str, int], ...], ...]
 SCHEDULE: Schedule = (
     (("a", 7),),
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Directory and reference model of a family's checkpoint, written once."""
+    """Write a family's checkpoint once. Return its directory and reference model."""
     written: dict[tuple[str, int], tuple[Path, Any]] = {}
 
     def save(family: str, shards: int) -> tuple[Path, Any]:
@@ -92,7 +92,7 @@ def prompts() -> dict[str, torch.Tensor]:
 def run_schedule(
     stages: list[StageModel], facts: ModelFacts, schedule: Schedule = SCHEDULE, head: LMHead | None = None
 ) -> dict[str, dict[int, torch.Tensor]]:
-    """Sequence -> position -> logits, for every row that was asked for. head: in the place of the last stage's own."""
+    """Return logits by sequence and position, for every requested row. `head` replaces the last stage's own."""
     pages = iter(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(3)).tolist())
     tokens, start = prompts(), dict.fromkeys(LENGTHS, 0)
     tables: dict[str, list[int]] = {name: [] for name in LENGTHS}
@@ -108,7 +108,7 @@ def run_schedule(
             ids.append(tokens[name][first:end])
             places += [(name, position) for position in range(first, end)]
             start[name] = end
-        # Every row, or none, or every third: the head must run on what is asked for and no more.
+        # Every row, none, or every third is requested: the head must run only on these.
         rows = [] if number == 3 else list(range(0, len(places), 3 if number == 2 else 1))
         inputs = build_inputs(spans, rows, PAGE_SIZE, CPU)
         x = torch.cat(ids)
@@ -127,7 +127,7 @@ def run_schedule(
 
 
 def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) -> float:
-    """Largest difference from the full forward, over the largest absolute logit."""
+    """Return the largest difference from the full forward, over the largest absolute logit."""
     worst, largest = 0.0, 0.0
     for name, ids in prompts().items():
         with torch.inference_mode():
@@ -152,7 +152,7 @@ def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) 
 def test_chained_slices_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], shards: int, backend: str, saved: Saved, record_property: Any
 ) -> None:
-    """With what users get (auto) and with the oracle of every backend (sdpa)."""
+    """The backends are the users' default (auto) and the reference of every backend (sdpa)."""
     directory, reference = saved(family, shards)
     facts = check_model(directory)
     stages = [load(directory, part, backend=backend) for part in layers]
@@ -165,7 +165,7 @@ def test_chained_slices_give_the_whole_models_logits(
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.oldest) for name in FAMILIES])
 def test_the_head_by_itself_gives_the_bits_of_the_last_stage(family: str, saved: Saved) -> None:
-    """And reads nothing else."""
+    """The head also reads no other weights."""
     directory, _ = saved(family, 3)
     facts = check_model(directory)
     stages = [load(directory, part) for part in TWO_STAGES]
@@ -180,7 +180,7 @@ def test_the_head_by_itself_gives_the_bits_of_the_last_stage(family: str, saved:
 
 
 def test_in_bfloat16_too(tmp_path: Path) -> None:
-    """Where its products are our own."""
+    """This runs if the bfloat16 products are our own."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCAB_SIZE, tie_word_embeddings=False,
@@ -199,7 +199,7 @@ def test_in_bfloat16_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, saved: Saved) -> None:
-    """So that a restart, which meets other neighbours and cuts prompts elsewhere, draws the same tokens."""
+    """A restart has other neighbours and cuts prompts elsewhere. It must still draw the same tokens."""
     directory, _ = saved(family, 1)
     facts = check_model(directory)
     stages = [load(directory, part, backend="numba") for part in TWO_STAGES]
@@ -214,7 +214,7 @@ def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, 
 @pytest.mark.parametrize("num_threads", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("width", [1000, pytest.param(1376, marks=pytest.mark.full)])
 def test_so_they_are_where_threads_share_the_work(num_threads: int, width: int, tmp_path: Path) -> None:
-    """Widths that fill no registers, and more of a chunk than one thread takes by itself."""
+    """Widths fill no registers, and the chunk exceeds the share of one thread."""
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=width, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=VOCAB_SIZE,
@@ -246,7 +246,7 @@ def test_the_proof_covers_every_supported_family() -> None:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "opt" not in name])
 def test_windows_are_those_of_the_models_masks(family: str, saved: Saved) -> None:
-    """Where a window is not applied, or applied to the wrong layer, a prompt longer than it shows it."""
+    """A prompt longer than the window shows a window that is missing or in the wrong layer."""
     directory, reference = saved(family, 1)
     facts = check_model(directory)
     stage = load(directory, (0, NUM_LAYERS))
@@ -268,7 +268,7 @@ def test_windows_follow_the_table() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt2", "opt"])
 def test_a_stage_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: Path) -> None:
-    """All other bytes of the weights are NaN, and nothing of it arrives."""
+    """All other bytes of the weights are NaN, and none of them reaches the result."""
     source, _ = saved(family, 1)
     stored = load_file(source / "model.safetensors")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -335,7 +335,7 @@ def test_names_that_published_checkpoints_use(
 
 
 def test_a_tied_model_that_stores_another_head_keeps_it(saved: Saved, tmp_path: Path) -> None:
-    """transformers believes the weights, not the configuration."""
+    """transformers prefers the weights to the configuration."""
     source, _ = saved("llama", 1)
     stored = load_file(source / "model.safetensors")
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].flip(0).contiguous()
@@ -347,7 +347,7 @@ def test_a_tied_model_that_stores_another_head_keeps_it(saved: Saved, tmp_path: 
 
 
 def edit(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a checkpoint with its tensors changed in place."""
+    """Copy a checkpoint, and change its tensors in place."""
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors")
@@ -356,7 +356,7 @@ def edit(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]],
 
 
 def dropped(*parts: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    """A change that takes out every tensor whose name has all the parts."""
+    """Return a change that removes every tensor whose name has all the parts."""
 
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         names = [name for name in tensors if all(part in name for part in parts)]
@@ -456,7 +456,7 @@ def test_loading_peaks_near_the_slice(saved: Saved, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PEAK, str(tiny), str(tmp_path)]
     done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # Converting holds one block, or one smaller tensor in both types, in each of the loader's threads.
+    # Each of the loader's threads holds one block, or one smaller tensor in both types, while it converts.
     for line, scratch in zip(done.stdout.splitlines(), (4 * BLOCK_BYTES, 0), strict=True):
         grown, held = map(int, line.split())
         assert held > 40e6

@@ -56,7 +56,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Directory and reference model of a family's checkpoint, with sizes changed, written once."""
+    """Write a family's checkpoint with other sizes once. Return its directory and reference model."""
     written: dict[str, tuple[Path, Any]] = {}
 
     def save(family: str, **changed: int) -> tuple[Path, Any]:
@@ -77,7 +77,7 @@ def gangs(directory: Path, layers: tuple[tuple[int, int], ...], size: int, **how
 
 
 def greedy(stages: list[Any], prompt: list[int], num_tokens: int) -> list[int]:
-    """Output tokens of one sequence: the prompt in chunks of 7, then decodes."""
+    """Return the output tokens of one sequence: the prompt in chunks of 7, then decodes."""
     tokens, done = list(prompt), 0
     while len(tokens) < len(prompt) + num_tokens:
         count = min(7, len(tokens) - done)
@@ -110,7 +110,7 @@ def expected_greedy(reference: Any, prompt: list[int], num_tokens: int) -> list[
 def test_shards_together_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], saved: Saved, record_property: Any
 ) -> None:
-    """And the same bits on every shard, which Gang looks at; and transformers' greedy tokens."""
+    """Gang checks the same bits on every shard. The greedy tokens must be those of transformers."""
     directory, reference = saved(family)
     stages = gangs(directory, layers, 2)
     answers = run_schedule(stages, check_model(directory))
@@ -157,7 +157,7 @@ def test_what_a_row_gives_depends_on_its_own_sequence_alone(family: str, saved: 
 
 
 def test_every_sum_matters(saved: Saved) -> None:
-    """Leaving out any one of them shows."""
+    """Leaving out any one of them changes the result."""
     directory, reference = saved("llama")
     (gang,) = gangs(directory, ONE_STAGE, 2)
     facts = check_model(directory)
@@ -174,7 +174,7 @@ def test_every_sum_matters(saved: Saved) -> None:
 
 
 def test_a_layer_adds_up_twice(saved: Saved) -> None:
-    """Once behind attention, once behind the MLP or all experts: no more than that is sent."""
+    """One sum follows attention, one follows the MLP or all experts: nothing else is sent."""
     for family in ("llama", "mixtral", "qwen2_moe"):
         directory, _ = saved(family)
         (gang,) = gangs(directory, ONE_STAGE, 2)
@@ -183,13 +183,13 @@ def test_a_layer_adds_up_twice(saved: Saved) -> None:
         assert gang.total.num_calls == 2 * NUM_LAYERS, family
 
 
-# Of a layer, what is split in rows of the stored tensor and in columns of it. All else is whole.
+# The tensors of a layer that are split in rows of the stored tensor, and in columns. All others are whole.
 ROWS = ("q_proj.", "k_proj.", "v_proj.", "gate_proj.", "up_proj.", "query_key_value.", "h_to_4h.", "fc1.", "c_fc.")
 COLUMNS = ("o_proj.", "down_proj.", "attention.dense.", "self_attn.dense.", "4h_to_h.", "fc2.", "mlp.c_proj.")
 
 
 def of_shard(key: str, index: int, size: int) -> tuple[slice, ...] | None:
-    """What of a stored tensor belongs to a shard; None for nothing."""
+    """Return a shard's part of a stored tensor; None if it has no part."""
     name = key.replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.").replace(".w2.", ".down_proj.")
     if "layers." not in name or "shared_expert" in name:
         return (slice(None),)
@@ -211,7 +211,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {}
 
 @pytest.mark.parametrize("family", PROVEN)
 def test_a_shard_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: Path) -> None:
-    """All other bytes of the weights are NaN, and nothing of it arrives."""
+    """All other bytes of the weights are NaN, and none of them reaches the result."""
     source, _ = saved(family)
     stored = load_file(source / SINGLE_FILE)
     LENGTHS.update({key: tuple(tensor.shape) for key, tensor in stored.items()})
@@ -232,7 +232,7 @@ def test_a_shard_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: P
         assert all(parameter.isfinite().all() for parameter in stage.module.parameters())
         held = {p.data_ptr(): p.numel() * 4 for p in stage.module.parameters()}
         assert stage.bytes_read == 4 * own == sum(held.values())
-        assert own < 0.75 * total  # and half of a layer, were embedding, head and shared experts not so large here
+        assert own < 0.75 * total  # half of a layer, too, except for embedding, head and shared experts
 
 
 def test_experts_stored_in_one_tensor(saved: Saved, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_experts_stored_in_one_tensor(saved: Saved, tmp_path: Path) -> None:
 def test_parts_are_slices(
     shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Converted block by block too, with blocks that end inside a piece."""
+    """This holds also if conversion is by blocks that end inside a piece."""
     monkeypatch.setattr(weights, "BLOCK_BYTES", 28)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     save_file({"a": tensor}, tmp_path / SINGLE_FILE)
@@ -278,7 +278,7 @@ def bf16_logits(stage: Any, ids: torch.Tensor, kv: Any = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mixtral"])
 def test_bfloat16_is_as_near_to_float32_as_the_whole_stage(family: str, saved: Saved) -> None:
-    """Through what users get: fused where this machine has the products for it, else packed, else plain."""
+    """This is the users' path. It is fused if this machine has the products for it, otherwise packed or plain."""
     sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 64}
     directory, reference = saved(family, **sizes)
     facts = check_model(directory)
@@ -306,7 +306,7 @@ def test_shards_are_fused_like_whole_stages(family: str, saved: Saved) -> None:
 
 
 def test_one_shard_is_the_whole_stage(saved: Saved) -> None:
-    directory, _ = saved("gpt2")  # whatever the family
+    directory, _ = saved("gpt2")  # for every family
     (gang,) = gangs(directory, ONE_STAGE, 1)
     assert gang.stages[0].bytes_read == load(directory, (0, NUM_LAYERS)).bytes_read
     assert not any(isinstance(module, Summed) for module in gang.stages[0].module.modules())

@@ -1,4 +1,4 @@
-"""What a journal makes of what an earlier start has left: nothing lost, nothing answered twice, nobody else's file."""
+"""A journal over the files of an earlier start: nothing lost, nothing answered twice, no foreign file touched."""
 
 import fcntl
 import json
@@ -112,7 +112,7 @@ def test_two_answers_for_one_id_are_not_gone_on_with(tmp_path):
 
 
 def test_errors_are_run_again_where_that_is_asked_for(tmp_path):
-    """But a row with an earlier row's id stays an error whenever it is run."""
+    """A row with an earlier row's id stays an error in every run."""
     path = tmp_path / "out.jsonl"
     twice = failed("a", "duplicate_id")
     path.write_bytes(answer("a") + failed("b") + twice + answer("c") + b'{"id":"d')
@@ -122,7 +122,7 @@ def test_errors_are_run_again_where_that_is_asked_for(tmp_path):
     assert (done.num_rows, done.num_errors) == (3, 1)
     assert not done.take("b", first=True) and done.take("a", first=False)
     journal.append(answer("b"))
-    with pytest.raises(ConfigError, match="another run"):  # the file that took its place is locked like it
+    with pytest.raises(ConfigError, match="another run"):  # the new file is locked like the old one
         Journal.open(str(path), "resume")
     journal.close()
     assert path.read_bytes() == answer("a") + twice + answer("c") + answer("b")
@@ -150,7 +150,7 @@ def test_a_link_to_an_output_stays_one(tmp_path):
 
 
 def test_a_file_that_was_replaced_meanwhile_is_not_written(tmp_path, monkeypatch):
-    """By a run that has just taken errors out: what is open by then is nobody's output."""
+    """Another run has just removed errors from it, so the open file is no longer the output."""
     path = tmp_path / "out.jsonl"
     path.write_bytes(answer("a"))
 
@@ -203,7 +203,7 @@ def test_an_answer_is_what_a_sink_writes(tmp_path):
         assert line.startswith(b'{"id":') and json.loads(line)
 
 
-# Two starts of one job on hosts that do not see each other's locks; each does one thing a line that it reads.
+# Two starts of one job on hosts that do not see each other's locks; each takes one action per line that it reads.
 APART = """
 import errno, fcntl, sys
 from sarathi_pp.errors import PeerLostError
@@ -245,7 +245,7 @@ class Apart:
 
 
 def test_without_locks_an_earlier_start_writes_nothing_more(tmp_path):
-    """It was cut off from the others, and does not know that another host goes on with its job."""
+    """It was cut off from the others, and does not know that another host has resumed its job."""
     path = tmp_path / "out.jsonl"
     old, new, newest = Apart(path), Apart(path), Apart(path)
     assert old.do("open") == "done"
@@ -275,7 +275,7 @@ def test_a_folder_that_takes_no_file_needs_no_fence(tmp_path, monkeypatch):
 
 
 def test_a_lock_of_a_lost_host_is_waited_for(tmp_path):
-    """As NFS keeps it until its lease is over."""
+    """NFS keeps such a lock until its lease is over."""
     path = tmp_path / "out.jsonl"
     held = Journal.open(str(path))
     held.append(answer("a"))

@@ -1,4 +1,4 @@
-"""The run directory: what --overwrite removes, whose it is, and a disk that is full."""
+"""The run directory: files that --overwrite removes, its owner, and a full disk."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from sarathi_pp.outputs.run_directory import RunDirectory, own_command
 
 
 def leave_a_run(path: Path) -> None:
-    """What a run leaves, and one that was killed in the middle of a write."""
+    """Leave the files of a run, and of one that was killed in the middle of a write."""
     (path / "attempt-0000").mkdir(parents=True)
     (path / "attempt-0000" / "trace-00000-of-00001.jsonl").write_text("{}")
     for name in ("run.json", "report.json", "exit_code", ".report.json.123.part"):
@@ -30,7 +30,7 @@ def test_overwrite_removes_what_a_run_left(tmp_path):
         run.joining(tmp_path, run.attempt, own=True)
         run.begin({"new": True})
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["attempt-0001", "run.json"]
-        # As on another host, whose directory is its own.
+        # As on another host with a directory of its own.
         (tmp_path / "there" / "attempt-0000").mkdir(parents=True)
         there = RunDirectory(tmp_path / "there").joining(tmp_path, 1, own=True, replaces=run.replaces)
         there.drop_replaced()
@@ -52,7 +52,7 @@ def test_an_attempt_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(tmp_pa
 
 
 def test_ranks_that_share_a_directory_remove_what_was_there_together(tmp_path):
-    """As two ranks of a host that is not rank 0's."""
+    """The ranks are two of a host other than rank 0's."""
     for number in range(20):
         old = tmp_path / "attempt-0000"
         old.mkdir()
@@ -65,7 +65,7 @@ def test_ranks_that_share_a_directory_remove_what_was_there_together(tmp_path):
 
 
 def test_a_start_that_is_killed_while_it_claims_leaves_the_names_of_those_before_it(tmp_path, monkeypatch):
-    """By them the next one knows that it goes on with what they have answered."""
+    """By these names the next start knows that it resumes with their answers."""
     with RunDirectory.claim(tmp_path, overwrite=False, launch_id="first"):
         pass
 
@@ -83,12 +83,12 @@ def test_a_start_that_is_killed_while_it_claims_leaves_the_names_of_those_before
     with RunDirectory.claim(tmp_path, overwrite=False, resume=True, launch_id="third") as run_dir:
         assert run_dir.launches() == ["first", "third"]
     with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
-        assert run_dir.launches() == []  # somebody who would be started again by nobody
+        assert run_dir.launches() == []  # no names of a start that would never be restarted
 
 
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"overwrite": False, "resume": True}], ids=["replace", "resume"])
 def test_a_start_that_is_refused_takes_nothing_away(how, tmp_path):
-    """Memory that is too small, say, shows when the model is loaded: by then the directory is this start's own."""
+    """For example, too little memory shows when the model is loaded; by then this start owns the directory."""
     leave_a_run(tmp_path)
     before = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(CapacityError), RunDirectory.claim(tmp_path, **how):
@@ -104,7 +104,7 @@ def test_a_start_that_is_refused_takes_nothing_away(how, tmp_path):
 @pytest.mark.parametrize("refused_before", ["it claims", "it begins"])
 @pytest.mark.parametrize("code", [None, 75, 0])
 def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(code, refused_before, tmp_path):
-    """By it another agent of the rendezvous goes on with its answers, and does not replace them."""
+    """By it another agent of the rendezvous resumes with its answers and does not replace them."""
     leave_a_run(tmp_path)
     (tmp_path / "exit_code").unlink()
     if code is not None:
@@ -116,7 +116,7 @@ def test_a_lost_run_is_known_as_one_behind_the_code_of_a_start_that_was_refused(
         with RunDirectory.claim(tmp_path, overwrite=True) as run_dir:
             run_dir.write_exit_code(2)
         assert (run_dir.read_exit_code(), run_dir.is_unfinished()) == (2, code != 0)
-    RunDirectory(tmp_path).write_end(0)  # of one that found nothing left to do
+    RunDirectory(tmp_path).write_end(0)  # of a start that found nothing left to do
     RunDirectory(tmp_path).write_refusal(2, overwrite=True)
     assert run_dir.read_exit_code() == 2 and not run_dir.is_unfinished()
     with RunDirectory.claim(tmp_path, overwrite=False, resume=True) as run_dir:
@@ -187,7 +187,7 @@ def test_on_a_full_disk_the_report_is_an_output_error_and_the_code_no_matter(tmp
 
 
 def test_a_code_that_another_thread_writes_meanwhile_is_whole(tmp_path, monkeypatch):
-    """The watchdog's thread ends the process while the main thread still writes what it knows."""
+    """The watchdog's thread ends the process while the main thread still writes its exit code."""
     run, replace = RunDirectory(tmp_path), Path.replace
 
     def opened_and_no_more(partial, text):
@@ -207,7 +207,7 @@ def test_a_code_that_another_thread_writes_meanwhile_is_whole(tmp_path, monkeypa
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_loss_of_power_leaves_no_empty_file(links, tmp_path, monkeypatch):
-    """The file is on disk before it has its name, and then the name is. How a run ended waits for no disk."""
+    """The file's content is on disk before its name is. The record of how a run ended does not wait for the disk."""
     run, done, fsync = RunDirectory(tmp_path), [], os.fsync
 
     def synced(descriptor):
@@ -234,7 +234,7 @@ def test_a_loss_of_power_leaves_no_empty_file(links, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
 def test_a_file_system_that_syncs_nothing_is_taken_as_it_is(error, tmp_path, monkeypatch):
-    """And one that fails at it is not."""
+    """A file system that fails at a sync raises."""
 
     def fails(descriptor):
         raise OSError(error, os.strerror(error))
@@ -299,7 +299,7 @@ def test_a_refusal_leaves_its_code_where_it_takes_no_runs_place(tmp_path):
 
 
 def test_a_run_on_a_lost_host_is_waited_for(tmp_path):
-    """Its lock goes when its lease is over."""
+    """Its lock is free after its lease is over."""
     path = tmp_path / "run"
     with ExitStack() as lost:
         lost.enter_context(RunDirectory.claim(path, overwrite=False))

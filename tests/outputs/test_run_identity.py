@@ -1,4 +1,4 @@
-"""What two starts must have alike for their answers to belong into one file."""
+"""Properties that two starts must share for their answers to belong in one file."""
 
 import json
 import shutil

@@ -20,7 +20,7 @@ from tests.machine import patient
 
 
 class Letters:
-    """As much of a tokenizer as the sink needs: id n is the n-th letter."""
+    """The part of a tokenizer that the sink needs: id n is the n-th letter."""
 
     vocab_size = 26
     all_special_ids = ()
@@ -54,7 +54,7 @@ def ended(
 
 
 def opened(path: object, **kwargs: object) -> FileSink:
-    """start: as Journal.open takes it; the rest is the sink's."""
+    """Open a sink. start: as Journal.open takes it; the other arguments are the sink's."""
     journal = Journal.open(str(path), kwargs.pop("start", "new"))
     return FileSink(journal, **{"tokenizer": LETTERS, "clock": SystemClock(), "model": "tiny", **kwargs})
 
@@ -126,7 +126,7 @@ OWN = {"id": 0, "text": "mine", "error": None, "custom_id": 1, "metrics": [1.0],
 
 @pytest.mark.parametrize("form", ["own", "openai-chat", "openai-completion"])
 def test_keys_of_the_users_own_come_back_beside_an_answer_and_an_error(form, tmp_path):
-    """Whatever they are called: they are under one key, so the line is that of a row without them in all else."""
+    """The keys may have any name. All are under one key, and the line otherwise equals that of a row without them."""
     extra = json.dumps(OWN).encode()
     for name, given in (("with", extra), ("without", b"")):
         sink = opened(tmp_path / name, clock=ManualClock())
@@ -258,7 +258,7 @@ def test_syncs_are_shared_by_the_rows_of_a_group(tmp_path, monkeypatch):
         sink.finish(*ended(line, line), {})
     sink.close()
     assert [record["id"] for record in records(tmp_path / "out")] == list(range(1, 1001))
-    # Time stands still on this clock, so only full groups and the end sync.
+    # Time does not move on this clock, so only full groups and the end sync.
     assert 1 <= len(syncs) <= 4
     assert sink.num_finished == 1000
 
@@ -373,7 +373,7 @@ def test_rows_in_memory_have_the_same_interface():
 
 
 def test_what_a_later_start_has_taken_over_is_a_lost_peer_and_no_full_disk(tmp_path, monkeypatch):
-    """With 75, which replaces no exit code of the later start."""
+    """It ends with 75, which replaces no exit code of the later start."""
     monkeypatch.setattr("fcntl.flock", lambda descriptor, how: None)  # it is on another host
     path = tmp_path / "out.jsonl"
     earlier = opened(path)

@@ -1,4 +1,4 @@
-"""Shell completion, click's own: the lazy group offers commands without loading them, and a command its options."""
+"""Shell completion by click: the lazy group offers commands without loading them, and a command offers its options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_shell_gets_its_script(shell: str) -> None:
 
 
 def test_bash_completes_by_the_script(tmp_path: Path) -> None:
-    """As a person's shell does, with the function that the script defines."""
+    """The script's function completes the words, as in a user's shell."""
     (program := tmp_path / "sarathi-pp").write_text(f"#!{sys.executable} -P\n{PROGRAM}\n")
     program.chmod(0o755)
     script = f"""

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: all of the package is in them, and installed elsewhere they run."""
+"""The wheel and the source distribution: they contain the whole package, and installed elsewhere they run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILD_SDIST = "import sys; from setuptools.build_meta import build_sdist; print(
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 200, **more: str) -> subprocess.CompletedProcess[str]:
-    """Without what would lead to this checkout: only what is installed can be imported."""
+    """Run without the variables that lead to this checkout: only installed modules can be imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     environment = {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -33,7 +33,7 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 200, **more: str) ->
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made of a copy of the checkout, so that nothing is built into it."""
+    """Build the source distribution from a copy of the checkout, so that no build output gets into the checkout."""
     checkout, made = tmp_path_factory.mktemp("checkout") / "sarathi_pp", tmp_path_factory.mktemp("sdist")
     left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
     shutil.copytree(ROOT, checkout, ignore=left_out)
@@ -44,7 +44,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the source distribution: what is not in the one is not in the other."""
+    """Build the wheel from the source distribution, so that it cannot contain more than that."""
     made = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
         archive.extractall(made, filter="data")
@@ -72,7 +72,7 @@ def test_both_hold_every_module_and_what_lies_beside_them(sdist: Path, wheel: Pa
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An environment of its own. python: its interpreter."""
+    """A separate environment. python: its interpreter."""
 
     home: Path
 
@@ -91,12 +91,12 @@ class Installed:
         return found
 
     def install(self, *options: str | Path, **more: str) -> None:
-        """more: additions to the environment. An index may be slow."""
+        """Install packages; an index may be slow. more: additions to the environment."""
         pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "-q", "--no-compile")
         run(*pip, *options, cwd=self.home, timeout_s=700, **more)
 
     def run_the_main_job(self, elsewhere: Path) -> None:
-        """In a folder of its own."""
+        """Run the main job in a new folder."""
         where = "import sarathi_pp, sarathi_pp_kernels; print(sarathi_pp.__file__); print(sarathi_pp_kernels.__file__)"
         found = run(self.python, "-c", where, cwd=self.home).stdout.split()
         packages = [self.library / "sarathi_pp", self.library / "sarathi_pp_kernels"]
@@ -118,7 +118,7 @@ class Installed:
 
 @pytest.mark.timeout(900)
 def test_the_wheel_brings_all_that_the_main_job_takes(wheel: Path, tmp_path: Path) -> None:
-    """From the package index, and from where the variables of pip lead, as the README says; nothing is lent."""
+    """Dependencies come from the package index and pip's variables, as the README says, and not from elsewhere."""
     installed = Installed.make(tmp_path / "home")
     from_outside = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     installed.install("-c", ROOT / "constraints.txt", f"{wheel}[cpu]", **from_outside)

@@ -1,4 +1,4 @@
-"""The memory and cores that a host and its cgroups leave to a process, read from files of kernels and containers."""
+"""Memory and cores that a host and its cgroups leave to a process, read from files of kernels and containers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def v2(path: str, files: Files, root: str = "/") -> dict[str, str]:
 
 
 def v1(path: str, files: Files, root: str = "/", cgroup: str = "") -> dict[str, str]:
-    """files: begin with memory/ or cpu/. cgroup: further lines."""
+    """Return the files of cgroup v1. files: names start with memory/ or cpu/. cgroup: further lines."""
     groups = {f"sys/fs/cgroup/{name.replace('cpu/', 'cpu,cpuacct/', 1)}": text for name, text in files.items()}
     mounts = OTHER + V1_MEMORY.format(root=root) + V1_CPU.format(root=root)
     own = f"7:pids:/\n4:memory:{path}\n3:cpu,cpuacct:{path}\n{cgroup}"
@@ -52,7 +52,7 @@ def make(root: Path, files: Files, free_gib: int = HOST_GIB, boot: str = "b007")
     return root
 
 
-# Of each kind of machine: its files, the GiB that are free there, and the CPUs.
+# For each kind of machine: its files, its free GiB, and its CPUs.
 CASES: dict[str, tuple[dict[str, str], float, int]] = {
     "no cgroups": ({}, 64, 48),
     "v2 without limits": (v2("/a", {"a/memory.max": "max\n", "a/cpu.max": "max 100000\n"}), 64, 48),
@@ -182,7 +182,7 @@ def test_limits_of_the_container_decide_budgets_and_threads(name, tmp_path, monk
     assert min(pool.free_bytes for pool in pools) == free_gib * GIB
     assert usable_cpus(root) == cpus
 
-    # What asks for them.
+    # Commands that read them.
     monkeypatch.setattr(capacity, "memory_pools", lambda: memory_pools(root))
     for module in (environment, launcher):
         monkeypatch.setattr(module, "usable_cpus", lambda: usable_cpus(root))
@@ -198,7 +198,7 @@ def test_limits_of_the_container_decide_budgets_and_threads(name, tmp_path, monk
 
 
 def test_two_tasks_of_one_job_share_the_jobs_memory_and_not_their_own(tmp_path):
-    """Each has 4 GiB of its own; their job has 6 GiB for both."""
+    """Each task has 4 GiB of its own; their job has 6 GiB for both."""
     files = {
         "slurm/memory.max": f"{6 * GIB}\n",
         "slurm/t0/memory.max": f"{4 * GIB}\n",
@@ -227,7 +227,7 @@ def test_hosts_of_one_name_are_told_apart(tmp_path):
 
 
 def test_topology_and_devices_use_that_id():
-    """Two ranks whose hosts are both called `localhost` are neighbours of none, and share no GPU."""
+    """Two ranks whose hosts are both called `localhost` are not neighbours and share no GPU."""
     ids = ["localhost one", "localhost two", "localhost one", "localhost two"]
     assert Mesh(replicas=2, stages=2).over(ids).ranks == (0, 2, 1, 3)
     gpus = [DeviceInfo(id, "GPU-0", True) for id in ids[:2]]

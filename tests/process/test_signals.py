@@ -1,4 +1,4 @@
-"""A signal is never lost, wherever the main thread is when it comes."""
+"""A signal is never lost, at any point of the main thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sarathi_pp.process.watchdog import Watchdog
 
 
 class Told:
-    """Gets a signal while it is finalised, where what is raised is shown and forgotten."""
+    """An object that gets a signal in its finaliser, where Python prints a raised error and drops it."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The watchdog: it ends the process in time, wherever what it writes gets stuck."""
+"""The watchdog ends the process in time, even if its own output gets stuck."""
 
 import os
 import signal
@@ -40,7 +40,9 @@ time.sleep(100)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["speaks", "is silent"])
 def test_a_standard_error_that_nobody_reads_does_not_keep_it_from_ending(how: str, tmp_path: Path) -> None:
-    """Neither the message nor, behind a silent one, the stacks, which are written with the interpreter's lock held."""
+    """Neither the message blocks, nor the stacks of a silent watchdog, which are written with the interpreter's lock
+    held.
+    """
     reader, writer = full_pipe()
     left = tmp_path / "left"
     process = subprocess.Popen((sys.executable, "-c", PROGRAM, str(left), how), env=environment(), stderr=writer)
@@ -91,7 +93,7 @@ class Timer:
 
 
 def end_of(storm: list[tuple[float, int, str]]) -> float:
-    """Return when the process ends if its main thread does nothing but its signals come like this."""
+    """Return when the process ends if its main thread only receives signals at these times."""
     hours = Hours()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watchdogs.threading, "Timer", hours.timer)

@@ -32,7 +32,7 @@ CAUSES = dict.fromkeys(
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """A run of 100 s on two stages in which no rule sees anything: 64 requests of 1000 and 100 tokens."""
+    """Make a run of 100 s on two stages in which no rule applies: 64 requests of 1000 and 100 tokens."""
     base: dict[str, Any] = {
         "policy": "sarathi",
         "stages": 2,
@@ -76,7 +76,7 @@ def computed(*seconds: float) -> list[dict[str, float]]:
 
 
 class Simulator:
-    """Says what it was told to of each change, else `share`; and keeps what it was asked."""
+    """A simulator that returns a preset answer for each change, else `share`, and records its calls."""
 
     def __init__(
         self, told: dict[Change, float] | None = None, share: float = 0.05, first: dict[Change, float] | None = None
@@ -94,14 +94,14 @@ class Simulator:
 
 
 def tried(found: dict[str, Any]) -> set[Change]:
-    """What is tried after a run."""
+    """Return the changes that are tried after a run."""
     simulator = Simulator()
     advise(found, simulator)
     return set(simulator.tried)
 
 
 def given_by(rule: str, found: dict[str, Any], told: dict[Change, float] | None = None) -> Advice | None:
-    """What that rule says, of the changes that are told alone or of any."""
+    """Return the advice of that rule. Only the changes in `told` save time, or all of them if it is None."""
     simulator = Simulator(told, 0.0 if told else 0.05)
     return next((advice for advice in advise(found, simulator) if advice.rule == rule), None)
 
@@ -243,7 +243,7 @@ def test_starvation_above_5_percent() -> None:
         ({"kv": kv(None, peak=950)}, {MORE_PAGES, INPUT}),
         ({"kv": kv(None, peak=949)}, {INPUT}),
         ({"kv": kv(None, peak=950), "max_model_len": 125 * 16 // 2}, {MORE_PAGES, INPUT}),
-        ({"kv": kv(None, peak=950), "max_model_len": 7 * 16}, {INPUT}),  # all that 128 seats can take
+        ({"kv": kv(None, peak=950), "max_model_len": 7 * 16}, {INPUT}),  # all that 128 seats can use
         ({"kv": kv(None, peak=950), "max_model_len": None}, {INPUT}),
         ({"preemptions": 1, "kv_cache_bytes": None}, {INPUT}),  # emulated
         ({"preemptions": 1, "device": "cuda"}, {INPUT}),
@@ -258,7 +258,7 @@ def test_starvation_is_cured_by_what_ran_out(settings: dict[str, Any], expected:
 
 
 def test_fewer_decodes_than_stages() -> None:
-    """6,336 later tokens of which 1.9 are under way at a time."""
+    """6,336 later tokens, of which 1.9 are in progress at a time."""
     few = {"itl_s": {"mean": 190 / 6336}}
     assert given_by("few_decodes", report(itl_s={"mean": 200.01 / 6336})) is None
     advice = given_by("few_decodes", report(**few))
@@ -298,12 +298,12 @@ def test_one_slow_stage_is_evened_out() -> None:
         "Use --layer-split 6,10: it gives the stages more equal times. In the simulator this saves 12.0 of 100.0 s"
         in advice.text
     )
-    # Of 8 layers none is small enough to move: 9 of the quicker kind would be slower than 8 of the others.
+    # None of 8 layers is small enough to move: 9 of the faster kind would be slower than 8 of the others.
     assert tried(report(causes=None, per_stage=computed(90.0, 81.0))) == set()
 
 
 def test_a_stage_four_times_as_slow_is_left_a_fifth_of_the_layers() -> None:
-    """240 s of 8 layers against 60: 3 at 30 s against 13 at 7.5."""
+    """The 8 layers take 240 s against 60: 3 at 30 s against 13 at 7.5."""
     assert tried(report(causes=None, per_stage=computed(240.0, 60.0))) == {Change(layers=(3, 13))}
 
 
@@ -313,7 +313,10 @@ def splits_of(split: list[int], computed_s: list[float]) -> set[tuple[int, ...] 
 
 
 def test_what_the_last_stage_takes_longer_may_be_its_head_s_or_its_machine_s() -> None:
-    """8 layers of 1 s and a head of 8 s: layers move until both take 12 s. Or 8 layers of 2 s: until 11 and 10 s."""
+    """With 8 layers of 1 s and a head of 8 s, layers move until both take 12 s.
+
+    With 8 layers of 2 s, until 11 and 10 s.
+    """
     assert splits_of([8, 8], [8.0, 16.0]) == {(12, 4), (11, 5)}
     assert splits_of([1, 1], [1.0, 9.0]) == set()
 
@@ -321,8 +324,9 @@ def test_what_the_last_stage_takes_longer_may_be_its_head_s_or_its_machine_s() -
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 20)), min_size=2, max_size=4))
 @example([(4, 7), (2, 10)])
 def test_no_other_split_is_faster(stages: list[tuple[int, int]]) -> None:
-    """Against every composition. What is tried may also be what a head that costs the last stage its time asks for:
-    3 layers each in the example, which is faster only if 6 of the last stage's 20 s are its head's.
+    """The check is against every composition. The split for an expensive head may also be tried.
+
+    In the example it is 3 layers each. It is faster only if 6 of the last stage's 20 s are its head's.
     """
     split = [layers for layers, _ in stages]
     per_layer_s = [float(seconds) for _, seconds in stages]
@@ -369,13 +373,13 @@ def test_prompts_that_fit_into_a_chunk() -> None:
     assert advice is not None and advice.text.startswith(
         "Prompts have 250 tokens on average and fit into one chunk of 256"
     )
-    for policy in ("orca", "balanced"):  # neither fills chunks of a size that is given
+    for policy in ("orca", "balanced"):  # neither fills chunks of a given size
         assert tried(short | {"policy": policy}) == set()
     assert tried(report(prompt_tokens=64 * 16, chunk_size=16)) == {ORCA, BALANCED}
 
 
 def one_request(**changes: Any) -> dict[str, Any]:
-    """One prompt on one stage: its first token after 0.2 s in 4 chunks, then 100 passes of 10 ms."""
+    """Make one prompt on one stage: its first token after 0.2 s in 4 chunks, then 100 passes of 10 ms."""
     alone = {
         "wall_s": 1.2,
         "requests": 1,
@@ -393,7 +397,7 @@ def one_request(**changes: Any) -> dict[str, Any]:
 
 
 def waits(found: dict[str, Any]) -> bool:
-    """Whether its first token is said to wait, if that comes sooner and the run is as long."""
+    """Return True if the advice reports a waiting first token. That token comes earlier, in an equally long run."""
     return [advice.rule for advice in advise(found, Simulator(share=0.0, first={ORCA: 0.1}))] == ["one_request"]
 
 
@@ -411,7 +415,7 @@ def test_a_single_request_that_waits_for_its_chunks_runs_whole() -> None:
 
 
 def test_requests_that_run_one_by_one_are_timed_without_their_queue() -> None:
-    """Ten that arrived at once and took 0.2 s and ten tokens each: the mean first token waited for five others."""
+    """Ten arrived at once and took 0.2 s and ten tokens each: the mean first token waited for five others."""
     queued = one_request(
         wall_s=3.0,
         requests=10,
@@ -490,7 +494,7 @@ def grown(requests: float, chunks_per_s: float, **changes: Any) -> dict[str, Any
 
 
 def compared(*runs: dict[str, Any], told: dict[Change, float] | None = None) -> list[Advice]:
-    """What is said of them; the one with more in flight alone may be tried."""
+    """Return the advice. Only the run with more in flight may be simulated."""
     simulator = Simulator(told)
     most = max(runs, key=lambda run: run["e2el_s"]["mean"])
 

@@ -27,7 +27,7 @@ CAUSES = {
 
 
 def report(**changed: Any) -> Report:
-    """Eight microbatches of 10 ms on two stages."""
+    """Make eight microbatches of 10 ms on two stages."""
     return summarise(Schedule(8, 2, constant(0.01)).events()) | {"model": "m", "causes": dict(CAUSES)} | changed
 
 
@@ -48,7 +48,7 @@ def row(text: str, heading: str) -> str:
 
 
 def test_values_ratios_and_the_better_one() -> None:
-    """Twice the pace: half the latencies and twice the throughput, at the same bubble."""
+    """At twice the pace: half the latencies and twice the throughput, with the same bubble."""
     slow, fast = summarise(Schedule(8, 2, constant(0.5)).events()), summarise(Schedule(8, 2, constant(0.25)).events())
     comparison = compare([("slow", slow), ("fast", fast)])
     figures = comparison["figures"]
@@ -216,7 +216,7 @@ def test_any_number_of_long_runs_fits_80_columns(count: int) -> None:
     text = printed(compare(runs))
     assert max(map(len, text.splitlines())) <= 80
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
-    # Every run is shown once, and the first beside each three of the others.
+    # Every run is shown once, and the first with each three of the others.
     lines = [line for line in text.splitlines() if line.startswith("tokens/s ")]
     assert [line.split()[1] for line in lines] == ["876,543"] * math.ceil((count - 1) / 3)
     assert sum(line.count("987,654* 1.13x") for line in lines) == count - 1

@@ -1,4 +1,4 @@
-"""The table of a contest, as a person sees it in 80 columns."""
+"""The table of a contest, as a user sees it in 80 columns."""
 
 from __future__ import annotations
 

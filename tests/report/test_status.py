@@ -1,4 +1,4 @@
-"""The status line: when it speaks, and that it never does while something else is shown."""
+"""The status line: the times at which it shows, and its silence while something else is shown."""
 
 from __future__ import annotations
 

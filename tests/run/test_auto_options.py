@@ -1,4 +1,4 @@
-"""What a profile decides, and what it leaves to the user."""
+"""Options that a profile decides, and options that it leaves to the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sarathi_pp.run.auto_options import estimated_cost, profile_mismatch, tuned
 from tests.core.cost.test_profile import PROFILE
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
-# A layer takes 1.1 ms for a microbatch of one tile, the head as long as four of them.
+# A layer takes 1.1 ms for a microbatch of one tile; the head takes as long as four layers.
 HEAVY = replace(
     PROFILE,
     cost=CostModel(
@@ -81,7 +81,7 @@ def test_only_policies_that_fill_microbatches_get_a_size(
 
 
 def test_the_split_is_for_the_microbatch_that_will_run(tmp_path: Path, facts: ModelFacts) -> None:
-    """The larger it is, the less of a stage's time is what its head reads for every one."""
+    """In a larger microbatch, the head's fixed reads are a smaller part of the stage's time."""
     fixed_head = replace(
         PROFILE, cost=CostModel(1, (PROFILE.cost.stages[0], replace(PROFILE.cost.stages[1], a0=50e-3, head_s=0.0)))
     )

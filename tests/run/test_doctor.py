@@ -1,4 +1,4 @@
-"""`sarathi-pp doctor`: what it says is what a run chooses, and its exit code is what a run would be refused with."""
+"""`sarathi-pp doctor` reports the choices of a run; its exit code is that with which a run would be refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ask = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """The exit code, the document, and what people read."""
+    """Return the exit code, the document, and the text for people."""
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

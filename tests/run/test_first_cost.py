@@ -1,4 +1,4 @@
-"""What the policy of a run is told that stages cost, before they have run anything."""
+"""The stage costs that the policy of a run gets before the stages have run anything."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def first_cost(
 
 
 def test_without_a_profile_it_is_the_estimate_that_plan_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with experts, which only its config.json tells."""
+    """The model has experts, which only its config.json shows."""
     directory = tmp_path / "model"
     write_checkpoint("qwen3_moe", directory)
     config = RunConfig(model=str(directory), dtype="float32", device="cpu", kv_cache_memory_bytes=1 << 20, page_size=4)

@@ -1,4 +1,4 @@
-"""A start that fails before its first microbatch is done, after another one that failed like that."""
+"""A start that fails before its first microbatch is done, after an earlier start that failed in the same way."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ SNAPSHOT = Progress(
 
 
 def scrape(port: int):
-    """The metric families by name."""
+    """Return the metric families by name."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patient(10)) as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=")
         return {family.name: family for family in text_string_to_metric_families(response.read().decode())}
 
 
 def values(families) -> dict[tuple[str, ...], float]:
-    """Every sample, by its name and label values."""
+    """Return every sample, by its name and label values."""
     return {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
 
 

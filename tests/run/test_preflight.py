@@ -1,4 +1,4 @@
-"""What is refused before a model is looked for, and what a start that resumes must have in common with the first."""
+"""Options that are refused before a model is searched, and those that a resumed run must share with the first."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ REFUSED_EARLY = {
 @pytest.mark.parametrize("stages", ["1", "2"])
 @pytest.mark.parametrize("case", REFUSED_EARLY)
 def test_options_are_checked_before_the_model_is_looked_for(case, stages, tmp_path, monkeypatch, capsys):
-    """So a wrong one costs no download, and no loading."""
+    """A wrong option then costs no download and no loading."""
     options, code, message = REFUSED_EARLY[case]
 
     def find_model(name):

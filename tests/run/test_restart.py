@@ -1,4 +1,4 @@
-"""What a start does with what is there, when it is a restart: it goes on with its own and touches nobody else's."""
+"""Behaviour of a restart with existing files: it resumes its own run and leaves the files of other runs alone."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -30,7 +30,11 @@ def as_restarted(job, env, warn=lambda text: None):
 
 
 def leave(output, *, by, identity=True, lines="line\n", begun_by=None, ended=None):
-    """What a start of that job has left. begun_by: whose run.json is there, where it had not got to its own."""
+    """Leave the files of a start of that job.
+
+    Args:
+        begun_by: owner of the run.json, if the start had not yet written its own.
+    """
     with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=True, launch_id=by) as run_dir:
         if identity:
             run_dir.write_run({"identity": {"model": "m"}, "job": by if begun_by is None else begun_by})
@@ -58,7 +62,7 @@ def test_a_start_that_had_not_opened_its_output_begins_again(start, lines, then,
 
 @pytest.mark.parametrize(("start", "then"), [("new", "new"), ("replace", "replace")])
 def test_what_an_earlier_run_has_answered_is_not_gone_on_with(start, then, output):
-    """This job was to replace it, and was lost before it had."""
+    """This job was to replace it, and was lost before it did."""
     leave(output, by="this one", begun_by="another one")
     assert as_restarted(job(output, start), AGAIN).start == then
 
@@ -73,7 +77,7 @@ def test_another_jobs_output_is_not_gone_on_with(by, output):
 
 
 def test_a_restart_that_torchrun_does_not_count_is_one_all_the_same(output):
-    """Hosts came or went."""
+    """Hosts came or left."""
     leave(output, by="this one")
     assert as_restarted(job(output, "replace"), replace(AGAIN, restart=0)).start == "resume"
 
@@ -91,7 +95,7 @@ def test_a_restart_that_torchrun_does_not_count_is_one_all_the_same(output):
     ],
 )
 def test_a_first_start_does_what_it_was_told(own, earlier, ended, output):
-    """Also one of the rendezvous of an earlier run that has ended, or that nobody has given a name."""
+    """This includes one of the rendezvous of an earlier run that has ended, or of a rendezvous without a name."""
     leave(output, by=earlier, ended=ended)
     first = RankEnvironment(world_size=2, restart=0, launch_id=own)
     assert [as_restarted(job(output, start), first).start for start in ("new", "replace")] == ["new", "replace"]
@@ -101,7 +105,7 @@ def test_a_first_start_does_what_it_was_told(own, earlier, ended, output):
 @pytest.mark.parametrize("ended", [None, 75])
 @pytest.mark.parametrize("restart", [0, 1])
 def test_a_start_on_another_agent_of_the_rendezvous_goes_on_with_a_lost_one(restart, ended, start, output):
-    """And so does the next one, on whichever agent, where this one was lost before it had begun."""
+    """The next start does the same, on any agent, if this one was lost before it had started work."""
     path = RunDirectory.default_path(str(output))
     leave(output, by="named here 1", ended=ended)
     second, third = (
@@ -116,7 +120,7 @@ def test_a_start_on_another_agent_of_the_rendezvous_goes_on_with_a_lost_one(rest
 
 
 def test_what_was_there_before_a_lost_start_is_not_gone_on_with_on_another_agent(output):
-    """A run of the same name had ended; the one that was to replace it was lost before it had begun."""
+    """A run of the same name had ended; its replacement was lost before it had started work."""
     leave(output, by="named here 1", ended=0)
     leave(output, by="named here 2", identity=False)
     for own in ("named here 2", "named there 3"):
@@ -124,7 +128,7 @@ def test_what_was_there_before_a_lost_start_is_not_gone_on_with_on_another_agent
 
 
 def test_starts_of_one_agent_are_one_job():
-    """Whose process is our parent; of one launcher, whose directory it is."""
+    """Starts of one agent have the same parent process; starts of one launcher have the same directory."""
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     first, second = find_environment(ranks), find_environment({**ranks, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert first.launch_id == second.launch_id != find_environment({**ranks, "TORCHELASTIC_RUN_ID": "y"}).launch_id

@@ -1,4 +1,4 @@
-"""What a set-up leaves that fails, and in which order a run that succeeds lets go and shows."""
+"""Leftovers of a failed set-up, and the order in which a successful run leaves the others and shows its report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ranks_that_fail_while_they_introduce_themselves_leave_the_others(monkey
 def test_a_report_is_shown_once_the_run_has_left_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader may take any time: no other rank waits for that, and the watchdog is closed."""
+    """Its reader may take any time: no other rank waits for it, and the watchdog is closed."""
     order = []
     for owner, name in (
         (ControlPlane, "leave"),
@@ -96,8 +96,8 @@ def test_a_signal_while_the_report_is_shown_changes_nothing_about_the_run(
 
 
 def answer_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    """Run `generate` in this process; returns its exit code."""
-    # Of other tests in this process threads may be left, with which a rank would not return.
+    """Run `generate` in this process; return its exit code."""
+    # Other tests in this process may leave threads, and with them a rank would not return.
     monkeypatch.setattr("sarathi_pp.run.ending._communicates", lambda: False)
     (folder / "in.jsonl").write_text('{"prompt_token_ids": [3, 4]}\n')
     files = ("--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"))

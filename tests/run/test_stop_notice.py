@@ -1,4 +1,4 @@
-"""What is said at the first signal."""
+"""The notice at the first signal."""
 
 import math
 import signal

@@ -1,4 +1,4 @@
-"""What an agent ends with, whatever torchrun makes of it; whole runs under it are in tests/launch."""
+"""The exit code of an agent, for any code of torchrun; tests/launch has whole runs under it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def signalled(number: signal.Signals) -> End:
 
 def writing(code: int, then: End) -> End:
     def end(run_dir: RunDirectory) -> None:
-        (run_dir.path / "exit_code").unlink(missing_ok=True)  # as rank 0 does when it claims the directory
+        (run_dir.path / "exit_code").unlink(missing_ok=True)  # rank 0 does this when it claims the directory
         run_dir.write_exit_code(code)
         then(run_dir)
 
@@ -63,7 +63,7 @@ def writing(code: int, then: End) -> End:
 def test_the_code_of_the_run(
     end: End, code: int, before: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """before: what an earlier run has left there, which is not this one's end."""
+    """before: the end of an earlier run in that directory, which must not count for this one."""
     run_dir = RunDirectory(tmp_path / "run")
     if before is not None:
         run_dir.write_exit_code(before)

@@ -33,7 +33,7 @@ def test_a_bound_that_nothing_keeps_gives_none() -> None:
 
 
 def test_one_gap_in_a_hundred_may_miss_the_bound_and_no_more() -> None:
-    """0.1 s for a decode alone, 0.15 s for two, 0.3 s beside the prompt of another."""
+    """A decode alone takes 0.1 s, two take 0.15 s, and a decode with another request's prompt takes 0.3 s."""
     decoding = one_stage("fixed:n=40,prompt=4,output=6", seats=2, a0=0.05, a1=0.05)
 
     def missed(rate: float) -> float:
@@ -46,7 +46,7 @@ def test_one_gap_in_a_hundred_may_miss_the_bound_and_no_more() -> None:
 
 
 def test_too_few_requests_to_miss_the_bounds_say_so() -> None:
-    """Two, each answered within 0.1 s: even at once the second waits no longer."""
+    """There are two requests, each answered within 0.1 s. Even if both come at once, the second waits no longer."""
     found = find_capacity(one_stage("fixed:n=2,prompt=4,output=1", a0=0.1), tbt_slo_s=1.0)
     assert found.rate is None and found.queue_p50_s is not None and found.queue_p50_s <= 0.1
 

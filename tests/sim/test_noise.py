@@ -1,4 +1,4 @@
-"""What virtual stages' times are multiplied by has the spread and the memory that was asked for."""
+"""The factors on virtual stages' times have the requested spread and memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_stages_drift_each_for_itself() -> None:
 
 
 def test_the_jitter_of_a_seed_does_not_depend_on_the_drift() -> None:
-    """With a drift that is gone before it is seen, what is left is the jitter, in the same order."""
+    """The drift ends before it is seen, so only the jitter is left, in the same order."""
     alone, both = Noise(1, 0.1, seed=5), Noise(1, 0.1, Drift(1e-12, 1.0), seed=5)
     assert [alone.factor(0, float(i)) for i in range(9)] == pytest.approx([both.factor(0, float(i)) for i in range(9)])
 

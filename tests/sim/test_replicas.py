@@ -1,4 +1,4 @@
-"""Several simulated pipelines that share requests: a schedule done by hand, and what holds of every one."""
+"""Simulated pipelines that share requests: one small known schedule, and properties of every schedule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def request(index: int, prompt: int, output: int = 1, arrival_s: float = 0.0) ->
 
 
 def share(requests: list[Request], seconds: list[float], most: int) -> list[list[Event]]:
-    """What each replica tells of one stage, a microbatch of which takes it so many seconds."""
+    """Return each replica's report of one stage, a microbatch of which takes this time in seconds."""
     told: list[list[Event]] = [[] for _ in seconds]
 
     def make(replica: int, record: Record) -> Simulation:
@@ -60,10 +60,13 @@ def issues(told: list[Event]) -> list[tuple[float, str]]:
 
 
 def test_a_schedule_by_hand() -> None:
-    """Prompts of 5, 1, 3, 1 and 2 tokens, one running and one waiting on each of two replicas of 1 s a microbatch.
+    """Prompts of 5, 1, 3, 1 and 2 tokens.
 
-    At 0: s0 to replica 0 (5 | 0), s1 to 1 (5 | 1), s2 to 1 (5 | 4), which is full, and s3 to 0. s4 waits for room. At 1
-    both have ended one; replica 0 looks first, holds s3, 1 token and as long an output, against 4 and two outputs.
+    Two replicas take 1 s per microbatch, with one request running and one waiting on each.
+
+    At 0, s0 goes to replica 0 (5 | 0) and s1 to 1 (5 | 1). Then s2 goes to 1 (5 | 4), which is full, and s3 to 0. s4
+    waits for room. At 1 both have ended one. Replica 0 looks first and holds s3: 1 token and an equally long output,
+    against 4 and two outputs.
     """
     requests = [request(index, prompt) for index, prompt in enumerate([5, 1, 3, 1, 2])]
     first, second = share(requests, [1.0, 1.0], most=2)

@@ -117,7 +117,7 @@ def test_other_layers_and_other_numbers_of_stages() -> None:
 
 
 def test_rows_that_a_full_queue_kept_in_the_file_were_there_all_the_time() -> None:
-    """Who reads a file reads a row when there is room: with as many waiting as there are seats."""
+    """A reader of a file reads a row when there is room: when fewer requests wait than there are seats."""
     run = experiment(max_num_seqs=4)
     timeline = simulate(run)
     issued_s = {request.index: request.first_issue_s for request in timeline.finished}
@@ -153,7 +153,7 @@ def test_of_a_long_run_the_first_requests_are_taken(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_than_twice_what_may_run_at_once_is_tried_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer a run is all filling and draining, and more seats would find nobody to sit in them."""
+    """In a shorter run, filling and draining take most of the time, and additional seats would stay empty."""
     run = experiment(LONG, max_num_seqs=10)
     monkeypatch.setattr(module, "_MOST_STEPS", 1000)
     assert len(recorded(run).requests) == 50
@@ -163,7 +163,7 @@ def test_more_than_twice_what_may_run_at_once_is_tried_or_nothing(monkeypatch: p
 
 
 def test_the_first_requests_gain_what_the_whole_run_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs of unequal length, so that a sample that drained would gain otherwise than a run that goes on."""
+    """Outputs are of unequal length. A sample that drains would gain a different amount than a longer run."""
     run = experiment("uniform:n=200,min=16,max=256,pd=3,seed=5", max_num_seqs=5)
     whole = recorded(run)
     monkeypatch.setattr(module, "_MOST_STEPS", len(simulate(run).issued))
@@ -193,14 +193,14 @@ def test_the_first_token_of_a_prompt_that_runs_whole_comes_sooner() -> None:
 
 
 def test_what_somebody_chose_to_have_in_flight_stays_with_another_policy() -> None:
-    for inflight in (2, 4):  # as many as stages are what sarathi has by itself
+    for inflight in (2, 4):  # sarathi's default is the number of stages
         rerun = recorded(experiment(inflight=inflight))
         kept = Change(policy=BALANCED, inflight=2 if inflight == 2 else 5)
         assert rerun.wall_s(Change(policy=BALANCED)) == rerun.wall_s(kept)
 
 
 def test_pages_that_seats_can_take_grow_with_the_seats() -> None:
-    """Four seats of 512 tokens each have all the pages that they can take, and eight have twice as many."""
+    """Four seats of 512 tokens each have all the pages that they can take, and eight have twice that number."""
     run = experiment("fixed:n=24,prompt=500,output=12", max_num_seqs=4)
     full = replace(run, profile=replace(PROFILE, pages=4 * 32))
     rerun = rerun_of(simulate(full), full, max_pages=8 * 32)
@@ -215,7 +215,7 @@ def test_pages_that_seats_can_take_grow_with_the_seats() -> None:
 
 
 def with_hosts(timeline: Timeline, host_s: float) -> Timeline:
-    """As if of each modelled time the first so many seconds had been the host's."""
+    """Rewrite traces so that the host took the first `host_s` seconds in each modelled time."""
     for stage in timeline.stages:
         for index, start in enumerate(stage.starts):
             stage.starts[index] = start + host_s
@@ -223,7 +223,7 @@ def with_hosts(timeline: Timeline, host_s: float) -> Timeline:
 
 
 def test_what_the_host_takes_for_each_microbatch_it_takes_again() -> None:
-    """Of microbatches half as large there are twice as many, and the host is as long for each."""
+    """Microbatches of half the size are twice as frequent, and the host takes the same time for each."""
     run, host_s = experiment(), 0.02
     slow = tuple(replace(stage, a0=stage.a0 + host_s) for stage in run.cost().stages)
     slowed = replace(run, profile=replace(PROFILE, cost=replace(run.cost(), stages=slow)), stages=None)
@@ -244,7 +244,10 @@ def test_nothing_is_said_of_a_run_that_does_not_come_out_as_long_as_it_was(speed
 
 
 def test_drawn_arrivals_are_kept_however_many_wait() -> None:
-    """Two seats, and requests that come faster than they are answered: who waits has come when he was drawn to come."""
+    """With two seats, requests come faster than they are answered.
+
+    Each waiting request keeps its drawn arrival time.
+    """
     run = experiment(f"poisson:rate=20,{BATCH}", max_num_seqs=2)
     timeline = simulate(run)
     drawn = [request.arrived_s for request in sorted(timeline.finished, key=lambda request: request.index)]
@@ -256,7 +259,7 @@ def test_drawn_arrivals_are_kept_however_many_wait() -> None:
 
 
 def test_stages_with_more_layers_have_room_for_fewer_pages() -> None:
-    """Half as many stages with twice the layers each: half of the pages."""
+    """Half the number of stages, with twice the layers each, has half of the pages."""
     run = replace(experiment(), profile=replace(PROFILE, pages=60))
     rerun = recorded(run)
     layers = [stage.layers[1] - stage.layers[0] for stage in run.cost().stages]

@@ -1,4 +1,4 @@
-"""The virtual pipeline against arithmetic done by hand, and the coordinator on it."""
+"""The virtual pipeline against manual arithmetic, and the coordinator on it."""
 
 from collections import deque
 from dataclasses import replace
@@ -27,7 +27,7 @@ BALANCED, SARATHI = parse_policy("balanced"), parse_policy("sarathi")
 
 
 def flat(num_stages, seconds=1.0):
-    """Every microbatch takes every stage the same time."""
+    """Return a cost model in which every microbatch takes the same time on every stage."""
     return CostModel(1, tuple(StageCost((i, i + 1), seconds, 0, 0, 0, 0) for i in range(num_stages)))
 
 
@@ -52,7 +52,7 @@ def test_the_spans_of_two_microbatches_on_unequal_stages():
 
 
 def test_the_host_takes_its_time_before_every_span():
-    """Stages of 1 s, half a second each before it, nothing on the way."""
+    """Stages of 1 s, half a second of host time before each span, and no time for transfers."""
     pipeline = VirtualPipeline(flat(2), (Link(),) * 2, host_s=0.5)
     runs = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),))) for i in range(2)]
     assert [[(span.arrived_s, span.start_s, span.end_s) for span in spans] for spans, _ in runs] == [
@@ -62,14 +62,14 @@ def test_the_host_takes_its_time_before_every_span():
 
 
 def test_a_link_carries_one_microbatch_after_the_other():
-    """Stages of 1 s with a link that a microbatch takes up for 3 s: they arrive 3 s apart, half a second later."""
+    """Stages of 1 s with a link that a microbatch occupies for 3 s: they arrive 3 s apart, half a second later."""
     pipeline = VirtualPipeline(flat(2), (Link(latency_s=0.5, bytes_per_s=8.0, token_bytes=24),) * 2)
     arrived = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),)))[0][1].arrived_s for i in range(3)]
     assert arrived == [4.5, 7.5, 10.5]
 
 
 def test_each_edge_has_its_own_link():
-    """Stages of 1 s; half a second to stage 1, a token's 3 s on the way to stage 2, two seconds back."""
+    """Stages of 1 s. Half a second to stage 1, 3 s per token to stage 2, two seconds back."""
     links = (Link(latency_s=0.5), Link(bytes_per_s=8.0, token_bytes=24), Link(latency_s=2.0))
     pipeline = VirtualPipeline(flat(3), links)
     runs = [pipeline.run(MicroBatch(i, (Chunk(i, 0, 0, 1),))) for i in range(2)]
@@ -86,7 +86,7 @@ def test_links_are_those_of_the_profiles_stages_and_others_have_the_one_link():
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 def test_m_equal_microbatches_have_the_textbook_bubble(num_stages):
-    """m single-token requests, one a microbatch: (P - 1) / (m + P - 1)."""
+    """m single-token requests, one per microbatch: (P - 1) / (m + P - 1)."""
     workload = parse_workload("fixed:n=10,prompt=1,output=1")
     timeline = simulate(Experiment(profile=profile(flat(num_stages)), workload=workload, policy=SARATHI, chunk_size=1))
     bubbles = measure_bubbles(timeline)
@@ -94,7 +94,7 @@ def test_m_equal_microbatches_have_the_textbook_bubble(num_stages):
 
 
 def test_a_decode_waits_for_its_token_to_come_back():
-    """One request alone: P stages and the way back for each token, nothing overlaps."""
+    """One request alone: each token takes P stages and the way back, without overlap."""
     workload = parse_workload("fixed:n=1,prompt=4,output=3")
     experiment = Experiment(profile=profile(flat(4)), workload=workload, policy=SARATHI, chunk_size=8)
     finished = simulate(experiment).finished[0]
@@ -103,7 +103,7 @@ def test_a_decode_waits_for_its_token_to_come_back():
 
 
 def test_results_are_seen_when_the_first_stage_is_free_as_in_a_real_run():
-    """Stage 0 is busy with m1 until 2 s; the result of m0, there at 1.1 s, is taken in then, not before."""
+    """Stage 0 is busy with m1 until 2 s. The result of m0 arrives at 1.1 s and is taken in at 2 s."""
     cost = CostModel(1, (StageCost((0, 1), 1, 0, 0, 0, 0), StageCost((1, 2), 0.1, 0, 0, 0, 0)))
     workload = parse_workload("fixed:n=2,prompt=1,output=2")
     timeline = simulate(Experiment(profile=profile(cost), workload=workload, policy=SARATHI, chunk_size=1))
@@ -157,7 +157,7 @@ def test_every_policy_answers_every_request_at_its_length(policy):
 
 
 def test_nothing_is_kept_of_what_is_done():
-    """Only what is in flight is held, whatever the number of requests: the simulation keeps no list of the past."""
+    """Only microbatches in flight are held, for any number of requests: the simulation keeps no list of the past."""
     seen = deque(maxlen=1)
     held = []
 
@@ -177,7 +177,7 @@ def test_nothing_is_kept_of_what_is_done():
 
 
 def test_more_stages_leave_the_head_to_the_last():
-    """As `plan` cuts the same profile."""
+    """This is how `plan` splits the same profile."""
     costs = CostModel(1, (StageCost((0, 4), 4.0, 0, 0, 0, 0), StageCost((4, 8), 4.0 + 8.0, 0, 0, 0, 0, head_s=0.5)))
     experiment = Experiment(
         profile=replace(profile(costs), num_layers=8),
@@ -239,7 +239,7 @@ def test_balanced_leaves_little_bubble_where_sarathi_of_the_wrong_size_leaves_mu
 
 
 def with_head(head_s):
-    """Two stages that are equal without the head, of decodes alone."""
+    """Make two stages that are equal without the head, for decodes alone."""
     first, last = flat(2).stages
     return CostModel(1, (first, replace(last, head_s=head_s)))
 
@@ -257,7 +257,7 @@ def test_a_head_takes_the_first_stage_s_time_between_two_microbatches():
 
 
 def test_equal_stages_with_a_head_that_moves_are_as_good_as_equal():
-    """One prompt token each, then decodes: two cohorts of four, in turn on two stages of one second each."""
+    """One prompt token each, then decodes: two cohorts of four alternate on two stages of one second each."""
     runs = [
         simulate(
             Experiment(

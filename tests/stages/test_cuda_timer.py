@@ -17,7 +17,7 @@ RECORDING_S = 5e-4
 
 @dataclass
 class Device:
-    """Takes work in order; its own clock runs `drift` faster than the host's."""
+    """A device that works in order; its own clock runs `drift` faster than the host's."""
 
     clock: ManualClock
     drift: float = 0.0
@@ -58,7 +58,7 @@ class FakeEvent:
 def test_a_span_is_told_when_the_device_has_ended_it_and_not_before() -> None:
     clock = ManualClock(99.0)
     device = Device(clock)
-    device.launch(1.0)  # what it was given before
+    device.launch(1.0)  # its earlier work
     timer = CudaTimer(clock, device.new_event)
     began_s = clock.now()
     start = timer.mark()
@@ -74,7 +74,7 @@ def test_a_span_is_told_when_the_device_has_ended_it_and_not_before() -> None:
 
 
 work = st.lists(
-    st.tuples(st.floats(0.0, 0.02), st.floats(0.0, 0.05), st.integers(0, 3)),  # pause, work, marks left unasked
+    st.tuples(st.floats(0.0, 0.02), st.floats(0.0, 0.05), st.integers(0, 3)),  # pause, work, marks without a query
     min_size=1,
     max_size=60,
 )
@@ -107,8 +107,9 @@ def test_times_stay_true_however_far_the_device_runs_behind(work, drift) -> None
 
 @pytest.mark.parametrize("drift", [2e-5, -2e-5])
 def test_a_drifting_clock_is_put_right_by_when_it_was_asked(drift: float) -> None:
-    """An hour of work with a device clock 20 ppm off would end 72 ms off. Asked as StageRunner does: when the next
-    microbatch has been launched, and when the device was waited for to send the output.
+    """Without queries, an hour of work with a device clock 20 ppm off would end 72 ms off.
+
+    StageRunner queries it after the launch of the next microbatch, and after waiting for the device to send the output.
     """
     clock = ManualClock()
     device = Device(clock, drift)

@@ -1,4 +1,4 @@
-"""An emulated stage by itself, on a clock that only sleeps."""
+"""An emulated stage alone, on a clock that only sleeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAVY_HEAD = CostModel(1, (StageCost((0, 4), 4e-3, 0, 0, 0, 0), StageCost((4, 8)
 
 
 class Sleeper:
-    """Stands still except when told to sleep."""
+    """A clock that moves only during a sleep."""
 
     at_s = 0.0
 

@@ -1,4 +1,4 @@
-"""Memory that ranks need together is compared with each pool on which they draw, before any of them loads."""
+"""The ranks' total memory is compared with each pool that they use, before any of them loads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_eight_stages_that_fit_one_by_one_and_not_together_are_refused():
 
 
 def test_each_host_has_its_own():
-    """Also if both have one name, which their ids tell apart."""
+    """This also holds if two hosts have one name: their ids differ."""
     full, roomy = pool("localhost one", 64), pool("localhost two", 64)
     require([demand(60, full), demand(60, roomy)], "xx")
     with pytest.raises(CapacityError, match="^host y: ranks 1, 2 need 65 GiB") as refused:

@@ -1,4 +1,4 @@
-"""What OpenMP's threads do when they have nothing to do is settled before torch, which brings them, is there."""
+"""The behaviour of OpenMP's idle threads is set before torch, which loads OpenMP, is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.commands.processes import environment
 from tests.machine import patient
 from tests.model.families import write_checkpoint
 
-# Prints what torch's import finds in the environment, and stops there.
+# Prints the environment that torch's import sees, and stops there.
 _WATCHED = """
 import os, sys
 

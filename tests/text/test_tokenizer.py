@@ -26,7 +26,7 @@ DASHES = "-" * 48
 
 
 def byte_level(*, bos: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: id 0 <s>, 1 </s>, 2 <|end|>, then every byte, then merges."""
+    """Make a byte-level BPE tokenizer: id 0 <s>, 1 </s>, 2 <|end|>, then every byte, then merges."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -47,7 +47,7 @@ def byte_level(*, bos: bool = True) -> PreTrainedTokenizerFast:
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """A sentencepiece-like tokenizer: spaces belong to the word after them, unknown bytes are single tokens."""
+    """Make a sentencepiece-like tokenizer: spaces belong to the word after them, unknown bytes are single tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", *"abcdeEND", "\u2581a", "\u2581E", "ND", DASHES]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
@@ -96,7 +96,7 @@ def test_a_prompt_gets_bos_and_a_rendered_chat_gets_one_only():
 def test_a_prompt_that_was_rendered_before_gets_no_second_bos():
     text = tokenizer()
     assert text.encode_prompt("<s>hello").token_ids == (0, *plain_ids("hello"))
-    # What a prompt says twice it gets twice.
+    # If a prompt contains the token twice, it gets it twice.
     assert text.encode_prompt("<s><s>hello").token_ids == (0, 0, *plain_ids("hello"))
     ends = text.encode_prompt("<s>ab\n\ncd", paragraphs=True)
     assert ends == text.encode_prompt("ab\n\ncd", paragraphs=True)
@@ -122,7 +122,7 @@ def test_an_empty_prompt_is_bos_or_an_error():
 
 
 def paragraphs(backend: PreTrainedTokenizerFast, text: str) -> list[str]:
-    """The text's tokens, decoded paragraph by paragraph."""
+    """Decode the text's tokens paragraph by paragraph."""
     encoded = tokenizer(backend).encode_prompt(text, paragraphs=True)
     assert encoded.token_ids == tokenizer(backend).encode_prompt(text).token_ids
     cuts = [0, *encoded.paragraph_ends, len(encoded.token_ids)]
@@ -148,7 +148,7 @@ def test_a_token_that_goes_on_behind_the_blank_line_belongs_to_the_paragraph_bef
 def test_where_blank_lines_leave_no_token_the_next_paragraph_begins_with_its_first_word():
     assert _paragraph_ends("ab\n\ncd", [(0, 0), (0, 2), (4, 6)]) == (2,)
     assert _paragraph_ends("\n\ncd\n\nef", [(2, 4), (6, 8)]) == (1,)
-    # Blank lines trimmed off their own tokens' places, as RoBERTa's tokenizer does.
+    # Blank lines are cut from the positions of their tokens, as in RoBERTa's tokenizer.
     assert _paragraph_ends("ab\n\ncd", [(0, 2), (3, 3), (4, 4), (4, 6)]) == (3,)
 
 
@@ -178,7 +178,7 @@ def test_chat_templates_that_fail_are_row_errors(template, code):
 
 @pytest.mark.parametrize("inner", ["", "x"])
 def test_a_chat_template_that_does_not_end_is_a_row_error(inner, monkeypatch):
-    """Whether or not it writes anything meanwhile. Ten thousand million rounds would take an hour."""
+    """The template may write output meanwhile or not. Ten thousand million rounds would take an hour."""
     monkeypatch.setattr("sarathi_pp.text.chat_template.MAX_RENDER_S", 0.3)
     backend = byte_level(bos=False)
     turns = "{% for a in range(99999) %}{% for b in range(99999) %}"
@@ -191,7 +191,7 @@ def test_a_chat_template_that_does_not_end_is_a_row_error(inner, monkeypatch):
 
 
 def test_what_one_expression_of_a_template_takes_is_bounded(monkeypatch):
-    """Such a step of the interpreter ends when it is done, whoever wants it to."""
+    """Such a step of the interpreter ends only when it is done; a timeout cannot interrupt it."""
     monkeypatch.setattr("sarathi_pp.text.chat_template.MAX_RENDER_S", 0.5)
     backend = byte_level()
     text = tokenizer(backend)
@@ -249,7 +249,7 @@ def test_a_template_writes_what_the_library_would(template):
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """As BERT's: a word of more than a hundred characters is one token, white space is none."""
+    """Make a tokenizer like BERT's: a word of over a hundred characters is one token, white space is none."""
     vocabulary = {"[UNK]": 0, "a": 1, "##a": 2, "b": 3}
     backend = Backend(models.WordPiece(vocab=vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -338,7 +338,7 @@ def test_finish_leaves_out_the_end_token_and_the_stop_string():
     assert finish(text, plain_ids("hello END and STOP"), "stop", ("STOP", "END")) == "hello "
     assert finish(text, plain_ids("hello"), "length", ("STOP",)) == "hello"
     assert finish(text, [], "length", ()) == ""
-    # An end token that the tokenizer does not know as special is left out all the same.
+    # An end token that the tokenizer does not know as special is still left out.
     last = plain_ids("END")
     assert finish(tokenizer(eos_token_ids=last[-1:]), [*plain_ids("ab"), last[-1]], "stop", ()) == "ab"
 
@@ -379,7 +379,7 @@ def test_a_stop_string_is_seen_across_tokens_and_split_characters():
 
 
 def byte_pieces(text: str) -> list[str]:
-    """The single-byte tokens of a text."""
+    """Return the single-byte tokens of a text."""
     pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return list(pre.pre_tokenize_str(text)[0][0])
 
@@ -387,7 +387,7 @@ def byte_pieces(text: str) -> list[str]:
 def first_stop(
     backend: PreTrainedTokenizerFast, prompt: tuple[int, ...], ids: list[int], stop: list[str]
 ) -> int | None:
-    """The definition: the fewest tokens whose text holds a stop string."""
+    """Find the stop by its definition: the fewest tokens whose text holds a stop string."""
     for count in range(1, len(ids) + 1):
         if any(string in continued(backend, prompt, ids[:count]) for string in stop):
             return count
@@ -462,7 +462,7 @@ def test_a_stop_string_that_begins_in_a_long_token_is_seen():
 @example(text="\u8a9e" * 60 + "E", stop="\u8a9e\u8a9eE")
 @example(text="\u8a9e" * 60 + "E", stop="\u8a9e\u8a9e\u8a9eE")
 def test_characters_in_single_byte_tokens_stop_where_the_full_decode_does(text, stop):
-    # One bad byte spoils the whole run of byte tokens around it: a window must not begin inside a character.
+    # One bad byte breaks the whole run of byte tokens around it: a window must not start inside a character.
     pieces = [
         piece for char in text for piece in ([char] if char in "aE" else [f"<0x{byte:02X}>" for byte in char.encode()])
     ]
@@ -470,7 +470,7 @@ def test_characters_in_single_byte_tokens_stop_where_the_full_decode_does(text, 
 
 
 def test_a_find_is_confirmed_on_the_whole_output():
-    # A WordPiece decoder drops the ## of every token but the first, so a window shows one that the text has not.
+    # A WordPiece decoder drops the ## of every token but the first, so a window shows one that the text does not have.
     vocabulary = {"<unk>": 0, "abc": 1, "##def": 2}
     backend = Backend(models.WordPiece(vocab=vocabulary, unk_token="<unk>"))
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -499,8 +499,8 @@ class Counting:
         return self._backend.decode(ids, **kwargs)
 
 
-# Neither ids without text (0 and 399) nor bytes that make no character may fill the window. Characters of four
-# tokens each after a first one of one token have their borders where halving alone never cuts.
+# Neither ids without text (0 and 399) nor bytes that make no character may fill the window. A first character of one
+# token and then characters of four tokens have borders that halving alone never finds.
 LONG_OUTPUTS = [
     (BYTES, [*plain_ids("hello world " * 100), *[0, VOCAB_SIZE - 1] * 300, *plain_ids("\u8a9e")[-1:] * 300], 500),
     (PIECES, PIECES.convert_tokens_to_ids(["a", *["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] * 300]), 250),

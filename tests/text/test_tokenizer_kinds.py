@@ -23,15 +23,15 @@ from tests import thinning
 from tests.text.tokenizer_kinds import CLASSES, CORPUS, KINDS, VOCAB_SIZE, continued, write_tokenizer
 
 MODEL_TYPES = ("llama", "qwen2", "gpt2")
-# Kinds of which transformers decodes an output otherwise when the prompt is not there: a first space goes, or a mark of
-# what continues a word stays.
+# Kinds for which transformers decodes an output differently without its prompt: it drops a first space, or keeps the
+# mark of a continued word.
 NEED_THE_PROMPT = ("metaspace", "prepended", "unigram", "word_level", "word_piece")
 
 pytestmark = pytest.mark.oldest
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
-    """Parts of the corpus, digits, spaces, added tokens and characters of all planes, in random order."""
+    """Return parts of the corpus, digits, spaces, added tokens and characters of all planes, in random order."""
     drawn = random.Random(seed)
     words = [word for line in CORPUS for word in line.split(" ")]
     others = [
@@ -108,14 +108,14 @@ def test_transformers_encodes_and_decodes_the_same_where_it_keeps_to_tokenizer_j
 
 
 def test_a_class_gives_the_special_tokens_that_no_file_names(tmp_path):
-    """GPT-2's own repository has them nowhere else."""
+    """Only the class names GPT-2's special tokens; its repository has them in no file."""
     backend = made("byte_level")
     backend.add_special_tokens(["<|endoftext|>"])
     bare = write(backend, tmp_path / "bare", None, "gpt2")
     assert load(bare).encode_prompt("").token_ids == (backend.token_to_id("<|endoftext|>"),)
     named = write(backend, tmp_path / "named", "GPT2Tokenizer", "gpt2")
     assert load(named).encode_prompt("").token_ids == (1,)
-    # A class's token that the vocabulary does not have would be one more than the embedding's rows.
+    # A class's token outside the vocabulary would be one more than the embedding's rows.
     other = load(write(made("word_level"), tmp_path / "other", None, "gpt2"))
     assert other.visible(len(made("word_level").get_vocab())) is False
 
@@ -200,7 +200,7 @@ IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
     st.integers(1, 4),
 )
 def test_text_and_stops_are_those_of_decoding_everything(kind, skip, prompt, ids, at, length):
-    """Of any ids: a short context, where one is taken, changes nothing."""
+    """The ids are arbitrary: a short context, if one is taken, changes nothing."""
     backend = theirs(kind)
     text = Tokenizer(backend, vocab_size=512)
     full = continued(backend, prompt, ids, skip=skip)
@@ -220,7 +220,7 @@ def test_of_every_kind_it_is_known_how_far_back_text_depends():
 
 
 def test_where_that_is_not_known_the_whole_prompt_is_decoded(tmp_path):
-    """Cleaning up replaces all over the text: whether one replacement is made hangs on those before it."""
+    """Cleaning up replaces strings in the whole text, and one replacement depends on earlier ones."""
     directory = write(
         made("word_level"), tmp_path / "cleaned", "PreTrainedTokenizerFast", "llama", clean_up_tokenization_spaces=True
     )

@@ -1,6 +1,6 @@
 """Tokenizers of every kind that published models have, small enough to train in a test.
 
-Each is built with the tokenizers library alone, and written as a model directory has it: `tokenizer.json` with all that
+Each is built with the tokenizers library alone, and written like a model directory: `tokenizer.json` with all that
 decides ids and text, and `tokenizer_config.json` with a class name, which decides neither.
 """
 
@@ -56,7 +56,7 @@ def _with_bos(made: Tokenizer) -> Tokenizer:
 
 
 def byte_level(add_prefix_space: bool = False) -> Tokenizer:
-    """As GPT-2."""
+    """Make one like GPT-2's."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     made.decoder = decoders.ByteLevel()
@@ -65,12 +65,12 @@ def byte_level(add_prefix_space: bool = False) -> Tokenizer:
 
 
 def byte_level_prefix_space() -> Tokenizer:
-    """As RoBERTa with add_prefix_space."""
+    """Make one like RoBERTa's with add_prefix_space."""
     return _with_bos(byte_level(add_prefix_space=True))
 
 
 def byte_level_digits() -> Tokenizer:
-    """As Llama 3 and Qwen: a pattern of its own cuts before bytes are looked at; here each digit is alone."""
+    """Make one like those of Llama 3 and Qwen: a pattern splits the text before the bytes; here each digit is alone."""
     made = Tokenizer(models.BPE())
     pattern = Regex(r"\p{N}|[^\s\p{L}\p{N}]+| ?\p{L}+|\s+")
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -86,7 +86,7 @@ def byte_level_digits() -> Tokenizer:
 
 
 def byte_level_added() -> Tokenizer:
-    """Added tokens, special and not, that take white space around them, or stand as words alone."""
+    """Make one with added tokens, special or not, that take white space around them or match only whole words."""
     made = _with_bos(byte_level())
     made.add_special_tokens([AddedToken("<|user|>", lstrip=True, rstrip=True), AddedToken("<|end|>", normalized=False)])
     made.add_tokens(
@@ -101,7 +101,7 @@ def byte_level_added() -> Tokenizer:
 
 
 def _pieces() -> dict[str, int]:
-    """Special tokens and bytes, which come first in a SentencePiece vocabulary."""
+    """Return special tokens and bytes, which come first in a SentencePiece vocabulary."""
     return {piece: number for number, piece in enumerate((*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))))}
 
 
@@ -124,7 +124,7 @@ def _fallback_decoder(*last: decoders.Decoder) -> decoders.Decoder:
 
 
 def metaspace() -> Tokenizer:
-    """As Llama 2 in its newer form: a space before the text, dropped from what is decoded; bytes for the unknown."""
+    """Make one like Llama 2's newer form: a space before the text, dropped in decoding; bytes for unknown text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     made.decoder = _fallback_decoder(decoders.Strip(" ", 1, 0))
@@ -132,7 +132,7 @@ def metaspace() -> Tokenizer:
 
 
 def prepended() -> Tokenizer:
-    """As Llama 2 in its older form: the normalizer puts the space there, before every piece between special tokens."""
+    """Make one like Llama 2's older form: the normalizer adds the space before every piece between special tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     made = _sentence_pieces(made)
@@ -143,7 +143,7 @@ def prepended() -> Tokenizer:
 
 
 def metaspace_digits() -> Tokenizer:
-    """As DeepSeek's and Yi's: SentencePiece pieces in which every digit is alone, and no space before the text."""
+    """Make one like DeepSeek's and Yi's: SentencePiece pieces with each digit alone, and no space before the text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Metaspace(prepend_scheme="never")]
@@ -153,7 +153,7 @@ def metaspace_digits() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5 and XGLM."""
+    """Make one like those of T5 and XGLM."""
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -169,7 +169,7 @@ def unigram() -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """Whole words, and no decoder: text is words with a space between them."""
+    """Make one of whole words without a decoder: text is words with a space between them."""
     made = Tokenizer(models.WordLevel(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=list(SPECIAL), show_progress=False))
@@ -177,7 +177,7 @@ def word_level() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT: lower case, no accents, pieces within a word marked."""
+    """Make one like BERT's: lower case, no accents, pieces within a word marked."""
     made = Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.normalizer = normalizers.BertNormalizer(lowercase=True)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -216,9 +216,10 @@ def write_tokenizer(made: Tokenizer, directory: Path, tokenizer_class: str | Non
 
 
 def continued(backend: Any, prompt: Sequence[int], ids: Sequence[int], *, skip: bool = True) -> str:
-    """Return what an output adds to the text of its prompt, by the definition: from decoding all of both.
+    """Return the text that an output adds to its prompt, by the definition: from decoding all of both.
 
-    backend: a transformers tokenizer.
+    Args:
+        backend: a transformers tokenizer.
     """
     parts = ([*prompt, *ids], [*prompt], [*ids])
     whole, before, alone = (backend.decode(part, skip_special_tokens=skip) for part in parts)

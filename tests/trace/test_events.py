@@ -22,7 +22,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_nan=False, allow_infinity=False)
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if get_origin(hint) is Sequence:  # tuples, where they are read
+    if get_origin(hint) is Sequence:  # tuples, after they are read
         return st.lists(values_of(*get_args(hint))).map(tuple)
     if get_origin(hint) is tuple:
         members = get_args(hint)

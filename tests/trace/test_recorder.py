@@ -196,7 +196,7 @@ def test_where_the_disk_stands_still_the_queue_is_bounded_and_the_loss_is_told(
         give_up = time.monotonic() + patient(60)
         while recorder._events and time.monotonic() < give_up:
             time.sleep(0.01)
-        recorder.record(Returned(4 * MOST_WAITING, 1.0))  # with a hole before it, it would be of no use
+        recorder.record(Returned(4 * MOST_WAITING, 1.0))  # with a gap before it, it would be useless
     events = list(read_trace(path))
     assert events[-2:] == [Cut("queue"), TOTALS]
     assert events[:-2] == [Returned(index, 1.0) for index in range(len(events) - 2)]
@@ -215,7 +215,7 @@ def test_a_writer_that_is_behind_is_waited_for_and_nothing_is_lost(tmp_path: Pat
 def test_the_more_events_wait_the_fewer_pauses_the_writer_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pause lets a busy thread have the interpreter for 5 ms: too long, where there are thousands a second."""
+    """Each pause gives a busy thread the interpreter for 5 ms. That is too long at thousands of events per second."""
 
     def pauses(count: int) -> int:
         recorder = Recorder(tmp_path / f"{count}.jsonl", flush_interval_s=60)

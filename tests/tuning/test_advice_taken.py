@@ -1,4 +1,4 @@
-"""Advice is taken, on the simulator: an option saves what it was said to save."""
+"""Advice is applied on the simulator: an option saves the time that the advice predicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sarathi_pp.tuning.fit import fit_cost, fit_links
 
 @dataclass(frozen=True)
 class Work:
-    """A pipeline of equal stages, or one of them slower, and what it is asked."""
+    """A pipeline of equal stages, or with a slower one, and its requests."""
 
     stages: int
     spec: str
@@ -70,9 +70,9 @@ WORK = {
     "few requests": Work(4, "fixed:n=2,prompt=600,output=60", 8),
 }
 POLICIES = ("balanced", "sarathi", "orca", "sglang")
-# Of the run: what was fitted to one policy's microbatches is somewhat off for another's.
+# Relative to the run. A model fitted to one policy's microbatches is slightly wrong for another's.
 NEAR, NEAR_OF_GAIN = 0.03, 0.25
-# Fewer stages are not said to save time.
+# Fewer stages are not advised to save time.
 SLOWER = 0.2
 TAKE: dict[str, Callable[[Experiment, str], Experiment]] = {
     "--chunk-size": lambda e, value: replace(e, chunk_size=int(value)),
@@ -97,7 +97,7 @@ def twice(spec: str) -> str:
 
 
 def split(experiment: Experiment, layers: list[int]) -> Experiment:
-    """Stages share what memory they have among the layers that they hold."""
+    """Split the available memory of stages among the layers that they hold."""
     profile = experiment.profile
     cost = repartition(profile.cost, partition(profile.num_layers, len(layers), layers))
     most = max(end - first for first, end in (stage.layers for stage in profile.cost.stages))
@@ -109,7 +109,7 @@ def partition_evenly(experiment: Experiment, stages: int) -> list[int]:
 
 
 class Run(NamedTuple):
-    """Seconds of a run, and to a first token from its request's first chunk; and what is advised after it."""
+    """Seconds of a run, seconds from a request's first chunk to its first token, and the advice after the run."""
 
     wall_s: float
     first_token_s: float
@@ -160,7 +160,7 @@ def test_what_is_advised_saves_what_it_says(work: str, policy: str) -> None:
 
 
 def test_every_option_is_advised_somewhere() -> None:
-    """So that the test above says something of each."""
+    """This makes the test above cover each option."""
     found = {
         advice.option.split()[0]
         for work in WORK

@@ -38,7 +38,7 @@ def test_exact_spans_give_the_model_back(tile: int) -> None:
     fit = fit_cost(Run(some_loads(80, 0), true, 3).timeline())
     assert fit is not None and fit.error < 1e-6 and fit.model.tile == tile
     for found, expected in zip(fit.model.stages, true.stages, strict=True):
-        assert found.layers == (4 * expected.layers[0], 4 * expected.layers[0] + 4)  # as the traces say
+        assert found.layers == (4 * expected.layers[0], 4 * expected.layers[0] + 4)  # as in the traces
         names = ("a0", "a1", "a2", "a3", "a4")
         np.testing.assert_allclose(
             [getattr(found, name) for name in names], [getattr(expected, name) for name in names], rtol=1e-4
@@ -76,7 +76,7 @@ def test_too_few_microbatches_give_no_model(count: int, fitted: bool) -> None:
 
 
 def spans_of(true: CostModel, loads: list[Load], sampled: list[int] | None = None) -> Spans:
-    """Exact spans; rows that sample cost head_s each, whether they decode or end a prompt."""
+    """Make exact spans. Rows that sample cost head_s each, whether they decode or end a prompt."""
     rows = np.array([load.decodes for load in loads] if sampled is None else sampled, dtype=float)
     ended = rows - np.array([load.decodes for load in loads])
     seconds = [np.array([true.seconds(s, load) for load in loads]) for s in range(len(true.stages))]
@@ -105,7 +105,7 @@ def test_the_tile_is_found_among_noise(tile: int) -> None:
 
 
 def test_where_the_tile_makes_no_difference_it_is_the_smallest() -> None:
-    """Whole tiles of 256 only: every tile that divides 256 fits as well."""
+    """There are only whole tiles of 256: every tile that divides 256 fits equally well."""
     loads = [Load(256 * n, 1000.0 * n * n, 0, 0) for n in (1, 2, 3, 4, 5, 6, 7, 8)] * 3
     assert fit_spans(spans_of(model(1), loads)).tile == 1
 
@@ -136,7 +136,7 @@ def test_a_single_stage_asks_prompts_that_end_without_a_decode() -> None:
     ended = [draw.choice([0, 0, 1, 4, 16]) for _ in prefills]
     loads = [*some_loads(80, 14), *prefills]
     found = fit_spans(spans_of(true, loads, [*(load.decodes for load in loads[:80]), *ended])).stages[0]
-    # The model charges the head by decodes alone, so prompts that end are a little noise in everything else.
+    # The model charges the head only for decodes, so prompts that end add slight noise elsewhere.
     assert found.head_s == pytest.approx(7e-4, rel=1e-3) and found.a4 == pytest.approx(4e-4, rel=0.05)
     nothing_said = fit_spans(spans_of(true, some_loads(80, 15))).stages[0]
     assert nothing_said.head_s == 0.0 and nothing_said.a4 == pytest.approx(11e-4, rel=1e-3)

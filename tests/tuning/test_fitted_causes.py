@@ -1,4 +1,4 @@
-"""Causes as a report finds them: by a model that was fitted to the very run, not by the one that made it."""
+"""Causes in a report: found by a model that was fitted to the same run, not by the model that made it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_run_with_one_cause_is_attributed_to_it_by_its_own_fit(cause: str, sta
 
 @pytest.mark.parametrize("cause", CASES)
 def test_noise_of_the_spans_takes_little_from_the_cause_that_there_is(cause: str) -> None:
-    """3 % of a microbatch is a bubble, too, and no cause's: delays of 5 % beside it are still most of what is seen."""
+    """3 % of a microbatch is a bubble too, without a cause. Delays of 5 % must still dominate."""
     run = CASES[cause](4)
     draw = random.Random(5)
     noise = {(m, s): draw.gauss(0, 0.03) * run.model.seconds(s, run.loads[m]) for m in range(COUNT) for s in range(4)}

@@ -72,7 +72,7 @@ def elsewhere(memory: tuple[int, ...], **options: Any) -> dict[str, Any]:
 
 
 def test_layers_follow_memory_and_then_time() -> None:
-    """Two devices of one speed. The small one gets the layers that it can hold."""
+    """Two devices have one speed. The small one gets the layers that it can hold."""
     kept = {"gpu_memory_utilization": 1.0, "dtype": "float32"}
     context = 512 << 20
     even = elsewhere((context + 50_000_000,) * 2, **kept)

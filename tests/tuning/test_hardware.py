@@ -1,4 +1,4 @@
-"""Devices elsewhere, as the user describes them."""
+"""Devices on other machines, as the user describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A calibration of a pipeline whose cost is known: what is measured is what was put in."""
+"""A calibration of a pipeline whose cost is known: the measurements equal the simulated costs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def traces_of(
     limits: Limits = LIMITS,
     host_s: float = 0.0,
 ):
-    """A calibration run on a virtual clock: the traces of its stages, and how many microbatches warm it up."""
+    """Calibrate on a virtual clock. Return the traces of the stages, and the number of warm-up microbatches."""
     timetable = make_timetable(limits)
     traces: list[list[Event]] = [[start(stage, len(cost.stages))] for stage in range(len(cost.stages))]
     pipeline = VirtualPipeline(
@@ -92,14 +92,14 @@ def test_noise_is_the_jitter_and_about_the_error(jitter_cv: float) -> None:
 
 @pytest.mark.parametrize(("cv", "seconds"), [(0.1, 0.5), (0.1, 4.0), (0.2, 2.0)])
 def test_a_speed_that_moves_is_a_drift(cv: float, seconds: float) -> None:
-    """One run shows a few dozen turns of it, so the mean of several is looked at."""
+    """One run shows a few dozen changes of it, so the mean of several runs is checked."""
     drifts = [measured(drift=Drift(cv, seconds), seed=seed).drift for seed in range(6)]
     assert fmean(drift.cv for drift in drifts) == pytest.approx(cv, rel=0.35)
     assert seconds / 4 <= median(drift.seconds for drift in drifts) <= 4 * seconds
 
 
 def test_what_all_stages_share_is_no_noise_of_a_stage() -> None:
-    """A model that is off for a microbatch is off for it on every stage, and none waits for another for that."""
+    """A model that is wrong for a microbatch is wrong on every stage. No stage waits for another because of it."""
     traces, warm_up = traces_of(jitter_cv=0.02)
     draw = Random(5)
     factors = [draw.uniform(0.8, 1.2) for _ in traces[0]]
@@ -123,7 +123,10 @@ def test_a_machine_that_slows_down_over_the_run_has_no_jitter() -> None:
 
 
 def test_the_error_is_that_of_microbatches_that_were_not_fitted() -> None:
-    """Every fifth took three times as long as any model would say: the fit knows nothing of it, the error all."""
+    """Every fifth microbatch took three times as long as a model would predict.
+
+    Only the error includes it, not the fit.
+    """
     traces, warm_up = traces_of()
     held_out = [[slowed(event, 3.0) if is_held_out(event) else event for event in trace] for trace in traces]
     found = measure(held_out, warm_up, LINK.token_bytes)
@@ -152,7 +155,7 @@ def test_warming_up_does_not_count() -> None:
 
 @pytest.mark.parametrize("usual", [1.0, 0.6])
 def test_where_cores_are_shared_the_threads_own_time_counts(usual: float) -> None:
-    """usual: the part of an undisturbed span that the thread itself computes, less than 1 where it has helpers."""
+    """usual: the part of an undisturbed span that the thread itself computes, less than 1 if it has helpers."""
     traces, warm_up = traces_of()
 
     def shared(event: Event) -> Event:
@@ -168,7 +171,7 @@ def test_where_cores_are_shared_the_threads_own_time_counts(usual: float) -> Non
 
 
 def test_what_sums_over_a_stage_s_ranks_take_is_part_of_what_it_takes() -> None:
-    """A quarter of each span is waited for in sums, in which the thread needs no core: it is not shared for that."""
+    """A quarter of each span waits in sums, in which the thread needs no core. The core does not count as shared."""
     (traces, warm_up), plain = traces_of(), measured()
 
     def summed(event: Event, lasts: float = 1.0) -> Event:

@@ -1,4 +1,4 @@
-"""A plan counts what a loaded stage has: parameters, KV pages, and the memory of a microbatch."""
+"""A plan counts a loaded stage's memory: parameters, KV pages, and the memory of a microbatch."""
 
 from __future__ import annotations
 

@@ -61,14 +61,14 @@ def plan(tmp_path: Path, profile: Profile | None = PROFILE, workload: str = WORK
 
 
 def with_stages(tile: int, **changed: float) -> Profile:
-    """The same profile with other coefficients on both stages, given for each token."""
+    """Return the same profile with other coefficients on both stages, given for each token."""
     stages = [replace(stage, a1=1e-4 * tile, **changed) for stage in PROFILE.cost.stages]
     return replace(PROFILE, cost=CostModel(tile, tuple(stages)))
 
 
 @pytest.mark.parametrize(("output", "chunk_size"), [(34, 220), (67, 120), (12, 620)])
 def test_the_chunk_size_is_saraths_optimum(output: int, chunk_size: int, tmp_path: Path) -> None:
-    """20 decodes, and for each of them 10, 5 and 30 prompt tokens."""
+    """There are 20 decodes, and 10, 5 or 30 prompt tokens for each."""
     found = plan(tmp_path, with_stages(1), workload=f"fixed:n=40,prompt=330,output={output}")
     assert found["chunk_size"] == chunk_size and found["tile"] == 1
 
@@ -147,7 +147,7 @@ def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
     for split in ((3, 2), (1, 4)):
         found = plan(tmp_path, layer_split=split)
         weights = [stage["weights_bytes"] for stage in found["per_stage"]]
-        assert 0.98 * stored < sum(weights) < stored  # the rest is the file's header
+        assert 0.98 * stored < sum(weights) < stored  # the remainder is the file's header
         assert weights[0] / weights[1] == pytest.approx(split[0] / split[1], rel=0.1)
     half = plan(tmp_path, layer_split=(3, 2), dtype="bfloat16")
     assert [stage["weights_bytes"] * 2 for stage in half["per_stage"]] == [
@@ -166,7 +166,7 @@ def test_a_first_stage_that_computes_heads_holds_their_weights_too(tmp_path: Pat
 
 
 def test_of_a_stage_that_two_ranks_hold_memory_is_one_rank_s(tmp_path: Path) -> None:
-    """Half of each layer's products and of the KV heads; embedding, norms and head are whole."""
+    """A rank has half of each layer's products and of the KV heads; embedding, norms and head are whole."""
     split = {"layer_split": (3, 2), "kv_cache_memory_bytes": 400 * PAGE_BYTES, "head": "last"}
     whole, half = plan(tmp_path, None, **split), plan(tmp_path, None, **split, tensor_parallel_size=2)
     assert (whole["tensor_parallel_size"], half["tensor_parallel_size"]) == (1, 2)
@@ -176,7 +176,7 @@ def test_of_a_stage_that_two_ranks_hold_memory_is_one_rank_s(tmp_path: Path) -> 
         assert one["weights_bytes"] - other["weights_bytes"] == products // 2
         assert other["pages"] in (2 * one["pages"], 2 * one["pages"] + 1)
     assert half["pages"] > whole["pages"] and half["per_stage"][0]["kv_bytes"] <= 400 * PAGE_BYTES
-    # The model is small and gloo slow: sums take more than they save.
+    # The model is small and gloo slow: sums take more time than sharding saves.
     assert half["total_tokens_per_s"] < whole["total_tokens_per_s"]
 
 
@@ -195,7 +195,7 @@ def test_a_jittery_machine_gets_one_microbatch_more(tmp_path: Path) -> None:
     assert plan(tmp_path, policy="sarathi", stages=3)["inflight"] == 3
     assert plan(tmp_path, jittery, policy="sarathi", stages=3)["inflight"] == 4
     assert plan(tmp_path, jittery, policy="sarathi")["inflight"] == 2  # not with two stages
-    assert plan(tmp_path)["inflight"] == 3  # balanced takes it where it serves
+    assert plan(tmp_path)["inflight"] == 3  # balanced uses it if it helps
     assert plan(tmp_path, jittery, inflight=2)["inflight"] == 2
 
 

@@ -88,7 +88,7 @@ def test_a_slow_link_is_waited_for_only_by_those_in_flight() -> None:
     slow = replace(profile(2), link_latency_s=0.1)
     two, six = (predict(slow, workload, run_of(2, inflight=inflight)) for inflight in (2, 6))
     seconds = 2e-3 + 256 * 2e-4
-    assert two.wall_s == pytest.approx(50 / 2 * (2 * seconds + 2 * 0.1), rel=0.01)  # there, and the result back
+    assert two.wall_s == pytest.approx(50 / 2 * (2 * seconds + 2 * 0.1), rel=0.01)  # arriving, and the result back
     assert six.wall_s == pytest.approx(50 * seconds + seconds + 0.2, rel=0.01)
 
 
@@ -105,7 +105,7 @@ def test_fewer_seats_or_pages_make_more_and_smaller_microbatches(changed: dict[s
 
 
 def test_a_long_workload_goes_on_as_it_begins() -> None:
-    """Of 900 requests the first are simulated; all of them take what they say, nearly."""
+    """The first of 900 requests are simulated. Their prediction is close to the time of all."""
     workload = parse_workload("uniform:n=900,min=100,max=300,pd=8")
     costs = profile(2, a2=2e-7, a3=5e-7, a4=1e-4)
     found = predict(costs, workload, run_of(2))
@@ -121,7 +121,7 @@ def test_the_policy_that_is_to_run_is_the_one_predicted() -> None:
 
 
 def test_a_policy_that_goes_by_the_longest_request_there_may_be_is_told_the_run_s() -> None:
-    """ChunkLLM cuts at a quarter of it: 900 tokens are one microbatch where 8192 may be, four where 904 may."""
+    """ChunkLLM cuts at a quarter of it: 900 tokens are one microbatch at a limit of 8192, and four at 904."""
     work = parse_workload("fixed:n=8,prompt=900,output=4")
     many = [predict(profile(2), work, run_of(2, policy="chunkllm", max_model_len=most)) for most in (904, 8192)]
     assert many[0].microbatches > many[1].microbatches

@@ -1,4 +1,4 @@
-"""A forked process becomes the command that it was forked for, as if Python had been started with it."""
+"""A forked process becomes the command for which it was forked, as if Python had been started with it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.warm.command import Command, Host, Program
 _NEW_NETWORK, _NEW_NAME, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000  # linux/sched.h
 _BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x80000  # linux/mount.h
 
-# As Python opened and set them when this process began.
+# As Python opened and set them when this process started.
 _PATH = tuple(sys.path)
 _STDIN, _STDOUT, _STDERR = sys.stdin, sys.stdout, sys.stderr
-# Streams of the launcher that was forked. They must not be closed here: that would print what is left in them twice.
+# Streams of the launcher that was forked. They must stay open here: closing them would print their buffers twice.
 _streams_of_parent: list[TextIO] = []
 
 
@@ -40,10 +40,12 @@ def become(command: Command) -> NoReturn:
     """Run the command to its end, in the child of a fork.
 
     Limits, CPUs and the mask of new files' rights stay those of the process that was forked.
-    command.descriptors: as they are numbered in this process.
+
+    Args:
+        command: its descriptors have their numbers in this process.
     """
     code = 1
-    gc.freeze()  # the parent's garbage would close files by numbers that are others' here
+    gc.freeze()  # the parent's garbage would close files by numbers that others use here
     try:
         _forget_parent(command)
         if command.new_session:
@@ -54,7 +56,7 @@ def become(command: Command) -> NoReturn:
         try:
             os.chdir(command.folder)
         except OSError as error:
-            os.write(command.started, f"OSError:{error.errno:x}:noexec".encode())  # as `subprocess` reads it
+            os.write(command.started, f"OSError:{error.errno:x}:noexec".encode())  # in the form that `subprocess` reads
             os._exit(255)
         os.environ.clear()
         os.environ.update(command.variables)
@@ -78,7 +80,7 @@ def become(command: Command) -> NoReturn:
 
 
 def _forget_parent(command: Command) -> None:
-    """What exec would end: handlers of signals, and what the parent would do at its own end."""
+    """Remove everything that exec would end: handlers of signals, and actions of the parent at its own end."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         kept = signal.SIG_IGN if number in command.ignored else signal.SIG_DFL
@@ -94,7 +96,7 @@ def _forget_parent(command: Command) -> None:
 
 
 def _move_to(host: Host) -> None:
-    """Into namespaces of its network, of its name and of what is mounted, as `Hosts.on` does, but for /sys."""
+    """Enter namespaces for network, host name and mounts, as `Hosts.on` does, but without /sys."""
     with open(f"/var/run/netns/{host.namespace}") as network:
         _call("setns", network.fileno(), _NEW_NETWORK)
     _call("unshare", _NEW_NAME | _NEW_MOUNTS)
@@ -111,12 +113,12 @@ def _call(name: str, *arguments: int | bytes | None) -> None:
 
 
 def _take_descriptors(descriptors: Mapping[int, int]) -> None:
-    """Leave these files open, under the numbers that the command knows them by, and no others."""
+    """Leave these files open, under the numbers that the command knows, and no others."""
     beyond = max(descriptors) + 1
     kept = {number: fcntl.fcntl(here, fcntl.F_DUPFD_CLOEXEC, beyond) for number, here in descriptors.items()}
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in kept.values():
-            with suppress(OSError):  # the one that the listing had
+            with suppress(OSError):  # the descriptor of the listing itself
                 os.close(number)
     for number, duplicate in kept.items():
         os.dup2(duplicate, number)
@@ -158,7 +160,7 @@ def _run(program: Program) -> int:
     if program.folder_first and program.code is None:
         sys.path.insert(0, os.getcwd() if program.script is None else str(Path(program.script).resolve().parent))
     if program.module is not None and not hasattr(sys.modules.get(program.module), "__path__"):
-        sys.modules.pop(program.module, None)  # what runs is another module, named __main__
+        sys.modules.pop(program.module, None)  # the program runs as another module, named __main__
     sys.argv = [program.script or "", *program.arguments]
     try:
         if program.code is not None:

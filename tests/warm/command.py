@@ -1,4 +1,4 @@
-"""What a test starts: a Python program with its files, folder and variables, as `subprocess` describes it."""
+"""A command that a test starts: a Python program with its files, folder and variables, as `subprocess` describes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from examples.benchmarks.hosts import Hosts
 
-# Read once, when Python starts or a library is imported: a process that has done both must have been given the same.
+# Read once, when Python starts or a library is imported: a process that has done both must have had the same.
 _READ_AT_START = (
     *("PYTHON", "LD_", "LC_", "LANG", "HOME", "XDG_", "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_"),
     *("NUMBA_", "TORCH_", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_"),
@@ -20,17 +20,17 @@ _READ_AT_START = (
 # But sys.path and torch.set_num_threads can follow the first two, and torchrun sets the third for every rank.
 _CAN_FOLLOW = {"PYTHONPATH", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _PYTHON_OPTIONS = {"-P", "-u"}
-# With -c: a worker of xdist, as execnet starts it. Other tests give code to see what it imports.
+# With -c: a worker of xdist, as execnet starts it. Other tests pass code to see its imports.
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 # It asks to be killed when the thread that started it ends, and a fork's parent is always the main thread.
 _ENDS_WITH_A_THREAD = "sarathi_pp.text.chat_template"
-PYTHON = sys.executable  # which tests replace
+PYTHON = sys.executable  # tests replace it
 _TORCHRUN = str(Path(PYTHON).with_name("torchrun"))
 _HOST_0 = Hosts(("namespace",), "switch", Path("table")).on(0)
 
 
 class ForkExec(NamedTuple):
-    """What `subprocess` gives to `_posixsubprocess.fork_exec`, from Python 3.11 on."""
+    """The arguments that `subprocess` passes to `_posixsubprocess.fork_exec`, from Python 3.11 on."""
 
     words: Sequence[Any]
     executables: Sequence[bytes]
@@ -61,8 +61,8 @@ class Program:
     """A module (`-m`), a script, or the code of a worker of xdist (`-c`), with its arguments.
 
     Attributes:
-        words: All that Python was given.
-        folder_first: Whether sys.path begins with the program's folder, as it does without -P.
+        words: All words on Python's command line.
+        folder_first: sys.path starts with the program's folder, as it does without -P.
     """
 
     module: str | None
@@ -89,13 +89,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program and what it is started with.
+    """A program and the state with which it is started.
 
     Attributes:
         variables: All of its environment.
-        descriptors: The numbers of the files that it has open, each with the number of that file in this process.
-        host: Where it runs; None for this machine.
-        started: Of the descriptors, the one that is closed when the program runs.
+        descriptors: The numbers of its open files, each with the number of that file in this process.
+        host: The host on which it runs; None for this machine.
+        started: The descriptor that is closed when the program runs.
         ignored: Signals.
         blocked: Signals.
     """
@@ -112,7 +112,7 @@ class Command:
 
 
 def parse_command(asked: ForkExec) -> Command | None:
-    """Return the command that `subprocess` is to start; None if it is no program of this Python, or asks for more."""
+    """Return the command that `subprocess` is to start; None if it is no program of this Python, or needs more."""
     host, words = _parse_host([os.fsdecode(word) for word in asked.words])
     program = _parse_program(words)
     more = (asked.group, asked.groups, asked.user, asked.run_first) != (None,) * 4
@@ -126,7 +126,7 @@ def parse_command(asked: ForkExec) -> Command | None:
         variables = {name: value for name, _, value in pairs}
     standard = enumerate((asked.input_reader, asked.output_writer, asked.error_writer))
     descriptors = {number: number if here == -1 else here for number, here in standard}
-    descriptors |= {number: number for number in asked.fds_to_keep}  # the failure_writer is one
+    descriptors |= {number: number for number in asked.fds_to_keep}  # the failure_writer is one of them
     folder = os.getcwd() if asked.folder is None else os.fsdecode(asked.folder)
     ignored = frozenset(number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
     blocked = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
@@ -135,14 +135,17 @@ def parse_command(asked: ForkExec) -> Command | None:
 
 
 def is_rank(variables: Mapping[str, str]) -> bool:
-    """Whether a launcher, ours or torchrun, starts a program with these variables. A pod may set RANK for any."""
+    """Check if a launcher, ours or torchrun, starts a program with these variables.
+
+    A pod may set RANK for any program.
+    """
     return bool(variables.get("RANK")) and not variables.keys().isdisjoint(
         ("SARATHI_PP_LAUNCHER", "TORCHELASTIC_RUN_ID")
     )
 
 
 def has_gpus(variables: Mapping[str, str]) -> bool:
-    """Whether a Python program with these variables has simulated GPUs; see tests/mockgpu/site."""
+    """Check if a Python program with these variables has simulated GPUs; see tests/mockgpu/site."""
     return "MOCK_GPUS" in variables
 
 
@@ -154,7 +157,7 @@ def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parse_host(words: Sequence[str]) -> tuple[Host | None, Sequence[str]]:
-    """Return the host that a command line runs on and the rest of the line; see Hosts.on."""
+    """Return the host on which a command line runs and the other words of the line; see Hosts.on."""
     size = len(_HOST_0)
     namespace, name, table = _HOST_0.index("namespace"), size - 2, size - 1
     fixed = [index for index in range(size) if index not in (namespace, name, table)]

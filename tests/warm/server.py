@@ -1,8 +1,8 @@
-"""The process that has imported what commands import, and forks them: `python -P -m tests.warm.server DESCRIPTOR`.
+"""The process that has imported the commands' modules and forks commands: `python -P -m tests.warm.server DESCRIPTOR`.
 
-It runs nothing itself, so it has one thread, and no state but its modules and the tables of libraries. The one of a
+It runs nothing itself. So it has one thread, and no state but its modules and the tables of libraries. The server of a
 process that starts xdist's workers forks these too, each with a server of its own.
-DESCRIPTOR: of the socket that asks.
+DESCRIPTOR: number of the socket for requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sarathi_pp.distributed.environment import let_threads_sleep
 from tests.warm.command import Command, is_rank
 from tests.warm.start import MAX_DESCRIPTORS, SERVER_VARIABLE, begin_forking
 
-# What one `generate` or `profile` on a CPU has imported at its end, alone or under torchrun.
+# Modules that one `generate` or `profile` on a CPU has imported at its end, alone or under torchrun.
 _MODULES = (
     "sarathi_pp.api",
     "sarathi_pp.cli.generate",
@@ -39,17 +39,17 @@ _MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_tokenizers",
 )
-# And on a GPU.
+# The same on a GPU.
 _GPU_MODULES = ("triton", "tests.mockgpu.install")
 _MAX_REQUEST = 1 << 20
 
 
 def _prepare() -> None:
-    """Import the modules, and do now what libraries do when they are first used."""
+    """Import the modules, and do now what libraries do at their first use."""
     let_threads_sleep()
     more = _GPU_MODULES if "TRITON_INTERPRET" in os.environ else ()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # as pyproject.toml has it: a worker finds the modules imported
+        warnings.simplefilter("error")  # as in pyproject.toml: a worker finds the modules imported
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch|transformers")
         for module in (*_MODULES, *more, "tests.warm.become"):
             importlib.import_module(module)
@@ -60,7 +60,7 @@ def _prepare() -> None:
     cpu_target.target_context.refresh()
     get_checkpoint_conversion_mapping("llama")
     gc.collect()
-    gc.freeze()  # what the collector of a fork visited would be copied for it
+    gc.freeze()  # pages that a fork's collector visits would be copied
 
 
 def main() -> None:
@@ -85,15 +85,15 @@ def _serve(asked: socket.socket) -> None:
         try:
             os.write(answer, str(_fork(command, tests)).encode())
         except (OSError, ValueError):
-            traceback.print_exc()  # an answer that is empty says that there is none
+            traceback.print_exc()  # an empty answer means that there is no process
         for descriptor in given:
             os.close(descriptor)
 
 
 def _fork(command: Command, tests: int) -> int:
-    """Return the number of a process that runs the command. Raises OSError or ValueError if there is no room.
+    """Return the number of a process that runs the command. Raise OSError or ValueError if there is no room.
 
-    Its parent is the process of the tests, which adopts orphans now: it is forked by a process that then ends.
+    Its parent is the process of the tests, which adopts orphans at this time: a process that then ends forks it.
     """
     reader, writer = os.pipe()
     between = os.fork()
@@ -132,9 +132,10 @@ def _become(command: Command) -> NoReturn:
 
 
 def _fork_server(first: int) -> tuple[int, int]:
-    """Fork a server for this process; return the number of the socket that asks it, and that of the server's process.
+    """Fork a server for this process; return the number of the socket for requests and of the server's process.
 
-    first: the least number that the socket may have.
+    Args:
+        first: smallest allowed number of the socket.
     """
     asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -147,11 +148,11 @@ def _fork_server(first: int) -> tuple[int, int]:
 
 
 def _serve_alone(asked: socket.socket) -> NoReturn:
-    """The same, in the child of a fork, to its end."""
+    """Serve in the child of a fork, to its end."""
     try:
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number != asked.fileno():
-                with suppress(OSError):  # the one that the listing had
+                with suppress(OSError):  # the descriptor of the listing itself
                     os.close(number)
         _serve(asked)
     except BaseException:

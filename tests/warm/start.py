@@ -1,10 +1,11 @@
-"""Commands that tests start begin warm: with torch, transformers and this package imported.
+"""Commands that tests start are warm: with torch, transformers and this package imported.
 
-Importing them takes four seconds of a core, and what most tests then do takes less than one. A test sees no difference:
-the process is its child, with words, folder, variables, files and a session of its own. What does differ: all of them
-have one seed of string hashes, and ranks have what the launcher before them imported. Some commands begin cold: other
-programs and what they start, and commands that change a variable which is read only once. Workers of xdist begin warm
-too. Under `--full` and `--cold` everything begins cold.
+Importing them takes four seconds of a core, and most tests then need less than one. A test sees no difference: the
+process is its child, with words, folder, variables, files and a session of its own. Two things do differ. All processes
+have one seed of string hashes, and ranks have the launcher's earlier imports.
+
+Some commands start cold: other programs and their children, and commands that change a variable which is read only
+once. Workers of xdist start warm too. Under `--full` and `--cold` every process starts cold.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from tests.warm.command import PYTHON, Command, ForkExec, has_gpus, is_rank, par
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-# What /proc shows of a process's words and variables has to fit where its first ones were.
+# The words and variables of a process that /proc shows must fit into the space of its first ones.
 _ROOM = "x" * 16_384
 
 _SERVER = "tests.warm.server"
 _LAUNCHERS = ("sarathi_pp", "torch.distributed.run")
-# The server of a worker of xdist that began warm: the number of the socket that asks it, and of its process.
+# The server of a worker of xdist that started warm: numbers of its request socket and its process.
 SERVER_VARIABLE = "SARATHI_PP_TEST_SERVER"
-# How many files a request can pass on.
+# Number of files that a request can pass on.
 MAX_DESCRIPTORS = 64
 
-# One thread at a time asks for a fork: meanwhile this process adopts orphans.
+# One thread at a time asks for a fork, because meanwhile this process adopts orphans.
 _turn = threading.Lock()
 
 start_cold = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class _Server:
-    """A process that forks commands; see server.py. It is started when it is first asked.
+    """A process that forks commands; see server.py. It is started at the first request.
 
-    more: variables.
+    Args:
+        more: variables.
     """
 
     def __init__(self, **more: str) -> None:
@@ -53,11 +55,11 @@ class _Server:
         given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # of tests/kernels
         self.variables = {**given, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pid: int | None = None  # None before it is first asked
+        self._pid: int | None = None  # None before the first request
 
     @classmethod
     def inherit(cls, variable: str) -> _Server:
-        """Return the one that was forked with this process. variable: the value of SERVER_VARIABLE."""
+        """Return the server that was forked with this process. variable: the value of SERVER_VARIABLE."""
         server = cls()
         server._asked.close()
         server._asking.close()
@@ -74,7 +76,7 @@ class _Server:
             return self._fork(command)
 
     def _fork(self, command: Command) -> int:
-        reader, writer = os.pipe()  # of this request: a test that is interrupted leaves no answer to the next one
+        reader, writer = os.pipe()  # for this request only: a test that is interrupted leaves no answer to the next one
         with open(reader) as answer:
             _adopt_orphans(True)
             try:
@@ -119,7 +121,7 @@ def _read_pid(answer: TextIO) -> str:
 
 
 def begin() -> None:
-    """From now on, for what this process starts."""
+    """Start forking commands that this process starts."""
     inherited = os.environ.pop(SERVER_VARIABLE, None)
     plain = _Server.inherit(inherited) if inherited else _Server()
     with_gpus = _Server(TRITON_INTERPRET="1")
@@ -138,11 +140,11 @@ def begin() -> None:
 
 
 def begin_forking(running: Command) -> None:
-    """From now on, fork what this process starts. It began warm itself, to run the command `running`.
+    """Start forking processes of this one, which was started warm to run the command `running`.
 
     A launcher forks its ranks. A script, such as an example, forks launchers and ranks while it has one thread.
     """
-    from tests.warm.become import become  # which a test's own process does without: it imports torch
+    from tests.warm.become import become  # a test's own process does not need it: it imports torch
 
     launcher = running.program.module in _LAUNCHERS
 
@@ -162,7 +164,7 @@ def begin_forking(running: Command) -> None:
         return pid
 
     def may_fork() -> bool:
-        """A fork has the thread that forks alone, and the locks of all. Those of a launcher do little."""
+        """Check if this process may fork. A fork has one thread and all locks; a launcher's locks do little harm."""
         if launcher:
             return threading.current_thread() is threading.main_thread()
         return len(os.listdir("/proc/self/task")) == 1
@@ -172,11 +174,11 @@ def begin_forking(running: Command) -> None:
 
 def _replace(fork_exec: Callable[..., int]) -> None:
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
-    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # it goes past the line above
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # it would bypass the line above
 
 
 def _may_be_warm(command: Command, variables: Mapping[str, str]) -> bool:
-    """Whether it would have read at its start what was read where these variables were."""
+    """Check if variables that are read only at a start have the same values as in this process."""
     fits = len(command.descriptors) <= MAX_DESCRIPTORS
     return fits and read_at_start(command.variables) == read_at_start(variables)
 

@@ -1,4 +1,4 @@
-"""A program cannot tell from what it is given whether it began cold or warm."""
+"""A program cannot tell from its environment if it was started cold or warm."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print("said", file=sys.stderr)
 
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> Iterator[None]:
-    """Also where the suite's commands begin cold."""
+    """Start commands warm, even if the suite's commands start cold."""
     with pytest.MonkeyPatch.context() as patch:
         if subprocess._fork_exec is start.start_cold:
             patch.setattr(subprocess, "_fork_exec", start.start_cold)
@@ -62,12 +62,12 @@ def program(tmp_path: Path) -> Path:
     return tmp_path / "program.py"
 
 
-# What differs between any two starts of torchrun.
+# Variables that differ between any two starts of torchrun.
 _OF_ONE_START = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "GIVEN")
 
 
 def told_by(command: Sequence[str], folder: Path, *, pipe: bool, new_session: bool) -> dict[str, Any]:
-    """What the program above tells, but for what is another thing each time."""
+    """Return the output of the program above without values that differ each time."""
     reader, writer = os.pipe()
     os.write(writer, b"of this test")
     os.close(writer)
@@ -124,7 +124,7 @@ def test_what_a_launcher_gives_its_rank(by_script, program, monkeypatch):
 
 
 def test_what_a_script_with_threads_starts_begins_cold(program, tmp_path):
-    """A fork has the thread that forks alone, and the locks of all."""
+    """A fork has only the thread that forks, and the locks of all threads."""
     program.write_text(STARTS)
     probe = tmp_path / "probe.py"
     probe.write_text("import sys; print('torch' in sys.modules)")
@@ -151,7 +151,7 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_how_a_program_ends(ending, program, monkeypatch):
     def ended(expected: str) -> tuple[int, str, str]:
-        """expected: how it begins."""
+        """Run a command to its end. expected: its kind of start."""
         command = [sys.executable, "-P", str(program), expected]
         done = subprocess.run(
             command, env=environment(), capture_output=True, text=True, timeout=patient(60), check=False
@@ -173,7 +173,7 @@ def test_a_program_with_another_variable_of_those_that_are_read_at_the_start_beg
 
 
 def test_what_libraries_set_when_this_process_imports_them_is_no_reason_to_begin_cold(program):
-    """Torch's compiler and `let_threads_sleep` do."""
+    """Torch's compiler and `let_threads_sleep` set such variables."""
     import sarathi_pp.cli.generate
     import sarathi_pp.stages.model_stage
     from sarathi_pp.distributed.environment import let_threads_sleep

@@ -1,7 +1,7 @@
-"""One rank of pipelines whose activations go by NCCL channels, on CPU. Arguments are families_worker's.
+"""One rank of pipelines whose activations use NCCL channels, on CPU. Arguments are those of families_worker.
 
-The channels are the real ones but for their backend, which is gloo, and their stream, on which all is done when it has
-been called.
+The channels are the real ones with two changes: their backend is gloo, and each operation on their stream is done when
+its call returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostStream:
 
 
 def counted(transfer):
-    """Says so at the end, since a run whose activations go behind their frames gives the same answers."""
+    """Count the rows that pass the channel, because a run that does not use it gives the same answers."""
 
     def do(self, rows: torch.Tensor) -> object:
         counts[transfer.__name__] += len(rows)

@@ -1,4 +1,4 @@
-"""Texts of any length over an edge whose messages are bounded."""
+"""Texts of any length over an edge with a limit on message size."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_random_bytes_are_refused(noise):
 @settings(max_examples=examples(500))
 @given(st.integers(0, 7), st.lists(int64, max_size=30), st.lists(reals, max_size=10))
 def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers, floats):
-    """The checksum is no defence against a peer with a bug: the body's own counts must hold too."""
+    """The checksum does not protect against a peer with a bug: the body's own counts must hold too."""
     try:
         frame = codec._restore(kind, integers, floats)
     except (ValueError, IndexError):
@@ -82,7 +82,7 @@ def test_well_signed_nonsense_is_refused_or_read_back_as_written(kind, integers,
 
 @pytest.mark.parametrize("num_stages", [-3.0, -1.0, -0.5, 0.5, 1.5])
 def test_a_number_of_stages_that_there_cannot_be_is_refused(num_stages):
-    """Though there are as many numbers as it says, those of two rows read twice."""
+    """The message does hold that number of values, because those of two rows are read twice."""
     integers = [7, 0, 0, 2, 0, 0, 1, 2, 0, 0, 5, 6, 1, 1, 3, 3, 0, 0, 0, 0, 5, 6, 0, 0, 9, 9]
     assert codec._restore(1, integers, [0.5, 1.0, 7.0, *[0.25] * 7])
     with pytest.raises(ValueError):
@@ -98,7 +98,10 @@ def test_a_cut_message_is_refused(frame, cut):
 
 @given(frames, st.integers(9, 72), st.integers(0, 1000))
 def test_a_message_cut_over_what_an_earlier_one_left_is_refused(frame, cut, earlier):
-    """A receiver knows only its buffer, not how much of it was written. Cut in its trailer the payload is whole."""
+    """A receiver knows only its buffer, not how much of it was written.
+
+    A cut in the trailer leaves the payload whole.
+    """
     head = codec.encode(frame, 1001, payload_bytes=64)
     message = head + b"p" * 64 + codec.trailer(1001)
     left = head + b"q" * 64 + codec.trailer(earlier)
@@ -116,7 +119,7 @@ def test_versions_do_not_mix():
 
 @given(st.integers(1, 300), st.integers(1, 40), st.sampled_from([1, 16]), st.integers(1, 4), st.data())
 def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages, data):
-    """The fullest microbatch there can be fits into the buffers that receivers post ahead."""
+    """The fullest possible microbatch fits into the buffers that receivers post ahead."""
     count = data.draw(st.integers(1, min(max_tokens, max_seqs)))
     lengths = [max_tokens // count] * count
     row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)

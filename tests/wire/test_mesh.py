@@ -1,4 +1,4 @@
-"""Who sits where, and which edges that makes."""
+"""Positions of ranks in the mesh, and the edges between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 5), st.integers(1, 4)
 
 @st.composite
 def placed(draw: st.DrawFn) -> Mesh:
-    """On hosts that a launcher has mixed."""
+    """Return a mesh over hosts that a launcher has mixed."""
     mesh = draw(meshes)
     return mesh.over(draw(st.lists(st.sampled_from("abc"), min_size=mesh.size, max_size=mesh.size)))
 
@@ -29,7 +29,7 @@ def test_edges_of_one_pipeline_form_one_ring():
 
 def test_edges_of_two_replicas_of_two_stages_of_two_ranks():
     assert edges(Mesh(2, 2, 2)) == (
-        *((0, 2), (1, 3), (4, 6), (5, 7)),  # activations, from shard to like shard
+        *((0, 2), (1, 3), (4, 6), (5, 7)),  # activations, from shard to the same shard
         *((2, 0), (6, 4)),  # results, of one shard
         *((0, 1), (4, 5)),  # headers
         *((0, 4), (4, 0)),  # requests and answers
@@ -40,7 +40,7 @@ def test_neighbours_stay_on_a_host_whatever_numbers_a_launcher_gave():
     """Slurm's cyclic distribution: every other rank is on the other host."""
     mesh = Mesh(stages=4).over(["a", "b", "a", "b"])
     assert mesh.ranks == (0, 2, 1, 3)
-    assert forward_edges(mesh) == ((0, 2), (2, 1), (1, 3))  # one of three leads from host to host
+    assert forward_edges(mesh) == ((0, 2), (2, 1), (1, 3))  # one of three connects the two hosts
     assert [mesh.coordinate(rank).stage for rank in range(4)] == [0, 2, 1, 3]
     assert Mesh(stages=4).over(["b", "b", "a", "a"]).ranks == (0, 1, 2, 3)
 
@@ -59,7 +59,7 @@ def test_every_rank_has_one_seat_and_rank_0_leads_the_first_replica(mesh):
 
 @given(placed())
 def test_a_directed_edge_has_one_use_and_leads_to_another_rank(mesh):
-    """Two uses would be two orders on one communicator."""
+    """Two uses would mean two orders on one communicator."""
     most = Counter(edges(mesh)).most_common(1)
     assert not most or most[0][1] == 1
     assert all(sender != receiver for sender, receiver in edges(mesh))

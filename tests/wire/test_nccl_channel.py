@@ -1,4 +1,4 @@
-"""Activations by NCCL channels: what waits for what on a device's streams, and whole runs on CPU."""
+"""Activations by NCCL channels: dependencies on a device's streams, and whole runs on CPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PAYLOADS = Payloads(32, (1,), torch.float32, torch.device("cpu"))
 
 @dataclass
 class Device:
-    """Two streams of work, each done in order, and what else each piece of it waits for."""
+    """Two streams of work, each done in order, and the other work that each piece waits for."""
 
     streams: dict[str, list[str]] = field(default_factory=lambda: {"computing": [], "side": []})
-    waits: dict[str, set[str]] = field(default_factory=dict)  # what a piece of work waits for
+    waits: dict[str, set[str]] = field(default_factory=dict)  # piece of work -> work that it waits for
     pending: dict[str, set[str]] = field(default_factory=lambda: {"computing": set(), "side": set()})
     current: str = "computing"
     done: set[str] = field(default_factory=set)
@@ -163,7 +163,7 @@ class Said:
 
 @dataclass
 class Frames:
-    """The group of an edge beside its channel: keeps the bytes of what was sent."""
+    """The group of an edge that also has a channel: keeps the bytes that were sent."""
 
     said: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
 
@@ -173,7 +173,7 @@ class Frames:
 
 
 def test_a_frame_leaves_before_its_rows_and_without_them(device):
-    """Where it did not, the device of the other end could not begin to receive what this one is to send."""
+    """If it did not, the device of the other end could not start to receive the rows."""
     frames = Frames()
     sender = TorchSender(
         Edge(frames, 1, "stage 1", 2048, PAYLOADS, channel_of(device)),  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_a_frame_leaves_before_its_rows_and_without_them(device):
 
 
 class Posted:
-    """A receive of a message, met by the next one; by silence where there is none."""
+    """A receive of a message, matched with the next one, or with silence if none comes."""
 
     def __init__(self, messages: queue.SimpleQueue[bytes], buffer: torch.Tensor) -> None:
         self._messages = messages
@@ -202,7 +202,7 @@ class Posted:
 
 
 class Arriving(queue.SimpleQueue[bytes]):
-    """The group of an edge beside its channel: messages that arrive."""
+    """The group of an edge that also has a channel: messages that arrive."""
 
     def receive(self, buffer: torch.Tensor, rank: int) -> Posted:
         return Posted(self, buffer)
@@ -243,7 +243,7 @@ def test_what_no_nccl_channel_can_carry_ends_the_edge(message, says, device):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_whole_runs_with_nccl_channels_give_the_same_tokens(stages, reference, tmp_path):
-    """Two models in turn, over fresh channels each."""
+    """Two models in turn, over new channels each."""
     known = [reference(family) for family in ("llama", "qwen3")]
     plan, answers = tmp_path / "plan.json", tmp_path / "answers.json"
     cases = [

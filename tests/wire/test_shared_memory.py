@@ -1,6 +1,6 @@
-"""The two ends of an edge through shared memory: in one process, and in two of which one is killed.
+"""The two ends of an edge through shared memory: in one process, and in two processes of which one is killed.
 
-That processes which are stopped are found out is the other edge's affair, and the fault tests'.
+The other edge, and the fault tests, detect stopped processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYSTEM_CLOCK = SystemClock()
 
 @dataclass
 class Heartbeats:
-    """The edge of heartbeats, which hears nothing by itself."""
+    """The edge of heartbeats, which receives nothing on its own."""
 
     closed: bool = False
 
@@ -117,7 +117,7 @@ def send(pair: Pair, frame: Frame, payload: torch.Tensor | None = None) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_what_is_sent_arrives_whole_and_in_order_whatever_is_held_meanwhile(steps):
-    """held: messages whose memory is still read; no later message is written over them."""
+    """held: messages whose memory is still read; no later message overwrites them."""
     with opened() as pair:
         run_through(pair, steps)
 
@@ -159,7 +159,7 @@ def test_a_sender_waits_for_memory_until_a_message_is_released(pair):
 
 
 def test_memory_that_was_freed_last_is_filled_first(pair):
-    """A hop then writes and reads what a cache holds."""
+    """A hop then writes and reads memory that a cache holds."""
     places = set()
     for index in range(10):
         send(pair, frame_of(index, 4), rows_of(4, index))
@@ -219,7 +219,7 @@ def test_who_waits_hears_of_what_ended_the_edge_beside_and_first_of_what_had_com
         for index in range(SLOTS):
             message = pair.receiver.receive(BLOCKED_S)
             assert message is not None and message.frame == result_of(index)
-    for _ in range(2):  # whoever asks again too
+    for _ in range(2):  # a second request gets the same error
         with pytest.raises(PeerLostError, match="stage 9 has been silent"):
             pair.receiver.receive(BLOCKED_S) if receives else pair.sender.reserve()
     if not receives:
@@ -248,7 +248,7 @@ def test_releasing_to_a_sender_that_has_left_is_no_error(pair):
 
 @contextmanager
 def tampered(pair: Pair) -> Iterator[torch.Tensor]:
-    """A message that is there and was not received: the bytes of its memory."""
+    """Return the bytes in memory of a message that has arrived and was not received."""
     send(pair, frame_of(0, 4), rows_of(4, 0))
     message = pair.ways[1].recv(64, socket.MSG_PEEK)
     slot, _ = struct.unpack("<Id", message)
@@ -287,7 +287,7 @@ def test_what_is_not_the_message_that_was_written_ends_the_edge(tamper, says, pa
 )
 def test_what_no_sender_says_ends_the_edge(said, says, pair):
     pair.ways[0].send(said)
-    for _ in range(2):  # whoever asks again too
+    for _ in range(2):  # a second request gets the same error
         with pytest.raises(ProtocolError, match=says):
             pair.receiver.receive(BLOCKED_S)
     assert [type(one) for one in pair.losses.errors] == [ProtocolError]
@@ -304,7 +304,7 @@ def test_what_no_sender_says_ends_the_edge(said, says, pair):
     ids=["no such slot", "never filled", "twice", "long"],
 )
 def test_what_no_receiver_says_ends_the_edge(freed, says, pair):
-    """Else two messages would lie in the same memory."""
+    """Otherwise two messages would share the same memory."""
     send(pair, result_of(0))
     for said in freed:
         pair.ways[1].send(said)
@@ -314,7 +314,7 @@ def test_what_no_receiver_says_ends_the_edge(freed, says, pair):
 
 
 def test_who_leaves_with_something_unread_is_lost_behind_its_last_message(pair):
-    """The kernel tells the other end so before what was sent."""
+    """The kernel reports this to the other end before the data that was sent."""
     for index in range(SLOTS):
         send(pair, result_of(index))
     first = pair.receiver.receive(BLOCKED_S)
@@ -366,7 +366,7 @@ def test_a_name_that_nobody_has_opens_nothing():
 
 
 def test_another_users_processes_are_not_let_in(monkeypatch):
-    """Abstract names are anybody's."""
+    """Abstract names are open to every user."""
     listener = SlotListener()
     ours = connect(listener.name)
     assert ours is not None

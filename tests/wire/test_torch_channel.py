@@ -1,4 +1,4 @@
-"""The two ends of a stage edge, with a peer that takes and sends what the test says."""
+"""The two ends of a stage edge, with a peer whose actions the test decides."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def edge(group: object) -> Edge:
 
 @dataclass
 class Layers:
-    """A stage that has computed so many."""
+    """A stage that has computed that number of layers."""
 
     steps: int = 0
 
 
 @dataclass
 class Losses:
-    """The errors that edges ended by."""
+    """The errors that ended edges."""
 
     errors: queue.SimpleQueue[SarathiError] = field(default_factory=queue.SimpleQueue)
 
@@ -62,7 +62,7 @@ def a_sender(peer: Peer, num_buffers: int, beat: Heartbeat, losses: Losses | Non
 
 
 class Peer:
-    """What is offered to it, each message taken only once it is let through. gone: it takes nothing any more."""
+    """Messages offered to the peer, each taken only after the test lets it through. gone: it takes no more messages."""
 
     def __init__(self) -> None:
         self.offered: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -96,7 +96,7 @@ class Transfer:
 def peer() -> Iterator[Peer]:
     peer, before = Peer(), threading.enumerate()
     yield peer
-    # Senders look up what they send by: a thread that went on would talk to the next test's peer.
+    # Senders look up their functions by name: a leftover thread would talk to the next test's peer.
     peer.gone = True
     peer.let(1000)
     for thread in threading.enumerate():
@@ -127,7 +127,7 @@ def in_turn(peer, losses: Losses | None = None) -> TorchSender:
 
 
 def test_a_buffer_is_held_until_its_message_has_left(peer):
-    """A third message waits for one of two buffers; each keeps what it was given meanwhile."""
+    """A third message waits for one of two buffers; each buffer keeps its content meanwhile."""
     sender = in_turn(peer)
     frames = [StepResult(index, (), ()) for index in range(3)]
     for frame in frames[:2]:
@@ -143,7 +143,7 @@ def test_a_buffer_is_held_until_its_message_has_left(peer):
     threading.Thread(target=send, daemon=True).start()
     assert not third.wait(0.3)
     assert [codec.decode(memoryview(one.numpy())).frame for one in peer.messages[1:]] == frames[:2]
-    peer.let(2)  # the heartbeat, and the first of them
+    peer.let(2)  # the heartbeat, and the first message
     assert third.wait(BLOCKED_S)
     assert [peer.offered.get(timeout=BLOCKED_S) for _ in range(3)] == frames
 
@@ -163,7 +163,7 @@ def test_whoever_sends_to_a_lost_peer_is_told_at_the_next_reservation(peer):
 
 
 class Posted:
-    """A receive, met by the next message that was sent; by silence where there is none."""
+    """A receive, matched with the next message that was sent, or with silence if none comes."""
 
     def __init__(self, messages: queue.SimpleQueue[bytes], buffer: torch.Tensor) -> None:
         self._messages = messages
@@ -175,7 +175,7 @@ class Posted:
 
 
 class Sent(queue.SimpleQueue[bytes]):
-    """What arrives at a receiving end, message by message."""
+    """Messages that arrive at a receiving end, one at a time."""
 
     def receive(self, buffer: torch.Tensor, rank: int) -> Posted:
         return Posted(self, buffer)
@@ -187,7 +187,7 @@ def sent() -> Sent:
 
 
 def microbatch(number: int, payload: bytes) -> bytes:
-    """One of three tokens."""
+    """Make a microbatch of three tokens."""
     chunks = (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None),)
     head = codec.encode(MicroBatchFrame(MicroBatch(0, chunks, (), 0.0)), number, len(payload))
     return head + payload + codec.trailer(number)
@@ -228,7 +228,7 @@ def test_what_is_not_the_next_whole_message_ends_the_edge(messages, says, sent):
         while (whole := receiver.receive(BLOCKED_S)) is not None:
             whole.release()
     assert isinstance(losses.errors.get(timeout=BLOCKED_S), ProtocolError)
-    with pytest.raises(ProtocolError, match=says):  # whoever asks again
+    with pytest.raises(ProtocolError, match=says):  # a second request gets the same error
         receiver.receive(BLOCKED_S)
 
 
@@ -242,7 +242,7 @@ def test_what_is_whole_comes_through(sent):
 
 
 def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
-    """Also where the handler takes longer than what was left of it."""
+    """This holds even if the handler takes longer than the time left."""
     receiver = TorchReceiver(edge(sent), 2, edge_options())
     before = signal.signal(signal.SIGUSR1, lambda number, frame: time.sleep(0.2))
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
@@ -255,7 +255,7 @@ def test_a_wait_that_a_signal_interrupts_ends_in_time(sent):
 
 
 def test_texts_are_taken_in_though_nobody_reads_them(sent):
-    """Else a peer that says how far it is would find no receive posted, and take this end for a dead one."""
+    """Otherwise a peer that reports progress would find no posted receive and take this end for dead."""
     receiver = TorchReceiver(edge(sent), 2, edge_options())
     for number in range(20):
         body = bytes([number]) * (1 + number)

@@ -1,4 +1,4 @@
-"""Makes reading weights slow in every process that has this folder on its path: each tensor takes SLOW_READ_S."""
+"""Slow down the reading of weights in every process with this folder on its path: each tensor takes SLOW_READ_S."""
 
 import importlib.abc
 import importlib.machinery

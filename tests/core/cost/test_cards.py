@@ -1,4 +1,4 @@
-"""Known GPUs: the one from which speeds are scaled, and the order of the others."""
+"""Known GPUs: the reference for scaling speeds, and the order of the others."""
 
 from __future__ import annotations
 

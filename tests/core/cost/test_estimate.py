@@ -1,4 +1,4 @@
-"""The analytic cost: right in kind for every shape, and near what was measured where something was."""
+"""The analytic cost: plausible for every shape, and close to the measurements that exist."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WEIGHTS = 1024 * 64 * (16 + 8 + 8 + 16) + 3 * 1024 * 3712
 
 
 def reading_s(model: CostModel, stage: int = 0) -> float:
-    """Of a microbatch so small that it waits for nothing but the weights."""
+    """Return the time of a microbatch so small that it waits only for the weights."""
     return model.seconds(stage, Load(1, 0.0, 0, 0))
 
 
 def test_it_is_within_a_factor_of_two_of_what_a_profile_measured() -> None:
-    """Two stages on two AVX512-BF16 cores: see the README."""
+    """The profile is of two stages on two AVX512-BF16 cores; see the README."""
     model = estimate_cost(HALVES, **SHAPE)
     first, last = model.stages
     assert 1 / 2 < reading_s(model) / 20e-3 < 2
@@ -69,7 +69,7 @@ def test_experts_are_all_read_and_only_some_computed() -> None:
 
 @pytest.mark.parametrize("device", sorted(DEVICE_SPEEDS))
 def test_what_is_read_meanwhile_costs_nothing(device: str) -> None:
-    """But for what is left of a tile, and the share that shows."""
+    """Reading during compute costs nothing, except the remainder of a tile and the share that shows."""
     speed = DEVICE_SPEEDS[device]
     model = estimate_cost([(0, 1), (1, 2)], **SHAPE | {"speed": speed})
     read_s, token_s = 2 * WEIGHTS / speed.bytes_per_s, 2 * WEIGHTS / speed.flops[2]
@@ -119,7 +119,7 @@ def test_a_sum_takes_its_hops_and_one_shard_makes_none() -> None:
     ring, gather = SumSpeed(5.0, 2.0, 100.0), SumSpeed(5.0, 2.0, 100.0, gathers=True)
     assert (ring.fixed_s(4), ring.byte_s(4)) == (5 + 6 * 2, pytest.approx(6 / 4 / 100))
     assert (gather.fixed_s(4), gather.byte_s(4)) == (5 + 3 * 2, pytest.approx(3 / 100))
-    assert ring.byte_s(2) == gather.byte_s(2)  # either way each sends all of it once
+    assert ring.byte_s(2) == gather.byte_s(2)  # in either layout each sends all of it once
     assert {(one.fixed_s(1), one.byte_s(1)) for one in (ring, gather)} == {(0.0, 0.0)}
 
 
@@ -131,7 +131,7 @@ def test_one_shard_needs_no_sums_and_two_do() -> None:
 
 
 def test_shards_are_worth_it_where_there_is_much_to_read() -> None:
-    """Half of 300M weights in twice the time that a sum over gloo takes is none; of 70B over NVLink it is."""
+    """Half of 300M weights saves less than a sum over gloo takes. Half of 70B over NVLink saves more."""
     small = [reading_s(estimate_cost([(0, 16)], **SHAPE, shards=shards)) for shards in (1, 2)]
     assert small[1] > 0.5 * small[0]
     large = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64, "head_dim": 128}
@@ -143,7 +143,7 @@ def test_shards_are_worth_it_where_there_is_much_to_read() -> None:
 
 @pytest.mark.parametrize("cut", [[(0, 8), (8, 16)], [(0, 5), (5, 11), (11, 16)]])
 def test_another_cut_of_sharded_stages_is_what_the_estimate_makes_of_it(cut: list[tuple[int, int]]) -> None:
-    """The head is told from the layers by what a layer takes elsewhere, sums included."""
+    """The head is separated from the layers by the time of a layer elsewhere, sums included."""
     three = estimate_cost([(0, 6), (6, 12), (12, 16)], **SHAPE, shards=2)
     again, direct = repartition(three, cut), estimate_cost(cut, **SHAPE, shards=2)
     for load in (Load(256, 3e4, 0, 0), Load(0, 0, 30, 20_000)):

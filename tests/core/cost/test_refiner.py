@@ -50,7 +50,7 @@ def test_a_wrong_start_is_forgotten():
     refiner = CostRefiner(GUESS)
     assert error(GUESS) > 0.3
     observe(refiner, 400)
-    for _ in range(40):  # the solution moves on with each refresh
+    for _ in range(40):  # the solution changes with each refresh
         observe(refiner, 16)
     assert error(refiner.model) < 0.05
 
@@ -87,7 +87,7 @@ def test_a_single_cold_microbatch_does_not_make_a_slow_machine():
 
 
 def test_spans_in_which_the_machine_stood_still_do_not_count_even_where_they_are_most():
-    """Stopped and continued every few seconds, long microbatches are hardly ever computed in one go."""
+    """A process stopped and continued every few seconds rarely computes long microbatches without a pause."""
     refiner = CostRefiner(CostModel(16, tuple(stage.scaled(0.5) for stage in TRUE.stages)))
     for number, load in enumerate(loads(16)):
         for stage in (0, 1):
@@ -119,7 +119,10 @@ def test_what_it_started_from_is_forgotten_in_the_end():
 
 
 def test_terms_that_no_microbatch_has_shown_stay_in_proportion():
-    """Decodes alone on a machine three times as slow: its prompts are taken to be three times as slow too."""
+    """Only decodes were seen, on a machine three times as slow.
+
+    Its prompts are assumed to be three times as slow too.
+    """
     refiner = CostRefiner(TRUE)
     decodes = [replace(load, prefill_tokens=0, prefill_attention=0.0) for load in loads(64)]
     for load in decodes:

@@ -10,7 +10,8 @@ from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.cost.repartition import repartition, stage_seconds
 from tests.core.cost.test_cost import COST, loads
 
-# Layers alike: 1 ms, 10 us a token; the embedding another 2 ms and 1 us a token, the head 5 ms and 0.3 ms a row.
+# Equal layers: 1 ms, and 10 us per token. The embedding takes another 2 ms and 1 us per token, the head 5 ms and 0.3 ms
+# per row.
 ALIKE = CostModel(
     1,
     (
@@ -30,7 +31,7 @@ def test_a_stage_is_its_layers_and_what_stands_at_the_ends(first: int, size: int
     end = min(12, first + size)
     expected = LAYER_S * (end - first) + EMBED_S * (first == 0) + HEAD_S * (end == 12)
     assert stage_seconds(ALIKE, LOAD, 4)(1, first, end) == pytest.approx(expected)
-    # Where stages keep their time a layer, what the first one has more of counts as its machine's.
+    # If stages keep their time per layer, the excess of the first one counts as its machine's.
     expected = LAYER_S * (end - first) + HEAD_S * (end == 12)
     assert stage_seconds(ALIKE, LOAD, 3)(1, first, end) == pytest.approx(expected)
     expected += EMBED_S / 4 * (end - first)
@@ -49,7 +50,7 @@ def test_another_cut_costs_what_its_stages_take(cuts: set[int]) -> None:
 
 
 def test_of_two_stages_the_first_tells_what_layers_take() -> None:
-    """The embedding cannot be told from layers there, and counts as part of them."""
+    """The embedding cannot be separated from layers there, and counts as part of them."""
     two = CostModel(1, (ALIKE.stages[1], replace(ALIKE.stages[2])))
     two = CostModel(1, (replace(two.stages[0], layers=(0, 4)), replace(two.stages[1], layers=(4, 8))))
     seconds = stage_seconds(two, LOAD, 2)
@@ -71,7 +72,10 @@ def test_a_last_stage_that_is_faster_has_no_negative_head() -> None:
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_each_machine_is_as_slow_a_layer_whichever_layers_it_gets(slow: int) -> None:
-    """No embedding; what layers and head take is known, and one of three machines takes twice as long for both."""
+    """There is no embedding, and the time of layers and head is known.
+
+    One of three machines takes twice as long for both.
+    """
     speeds = [2.0 if stage == slow else 1.0 for stage in range(3)]
 
     def true_stage(stage: int, layers: int) -> StageCost:
@@ -90,7 +94,7 @@ def test_each_machine_is_as_slow_a_layer_whichever_layers_it_gets(slow: int) -> 
 
 @pytest.mark.parametrize("tokens_s", [(1e-9, 0.0), (0.0, 1e-9), (1e-9, 1e-7), (0.0, 0.0)])
 def test_a_time_a_token_that_is_next_to_nothing_tells_no_speed(tokens_s: tuple[float, float]) -> None:
-    """What the last of two stages has more is the head's, whichever way the noise goes."""
+    """The excess of the last of two stages is the head's, whatever the sign of the noise."""
     fixed_s = (6e-3, 10e-3)
     spans, costs = ((0, 8), (8, 16)), zip(fixed_s, tokens_s, strict=True)
     cost = CostModel(
@@ -101,12 +105,12 @@ def test_a_time_a_token_that_is_next_to_nothing_tells_no_speed(tokens_s: tuple[f
 
 
 def test_a_slow_machine_in_the_middle_gives_layers_away() -> None:
-    """The middle one of three takes twice as long, and gives half of its layers away."""
+    """The middle one of three stages takes twice as long, and gives half of its layers away."""
     slow = CostModel(1, (ALIKE.stages[0], ALIKE.stages[1].scaled(2.0), ALIKE.stages[2]))
     layers = [(0, 5), (5, 7), (7, 12)]
     found, seconds = repartition(slow, layers), stage_seconds(slow, LOAD, 3)
     assert [found.seconds(1, LOAD), seconds(1, 5, 7)] == pytest.approx([2 * 2 * LAYER_S] * 2)
-    # What embedding and head take beyond an inner stage's rate is less than it was: the inner stage is a slow one.
+    # The excess of embedding and head over an inner stage's rate is less than it was: the inner stage is a slow one.
     assert found.stages[0].a2 == pytest.approx(5e-8) and found.stages[2].a2 == pytest.approx(5e-8)
     cut = repartition(slow, [(0, 4), (4, 6), (6, 8), (8, 12)])
     slow_s = [cut.seconds(1, LOAD), cut.seconds(2, LOAD)]
@@ -140,5 +144,5 @@ def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> 
 
 
 def test_the_own_cut_is_the_model_itself() -> None:
-    """To the last bit: adding up what was taken apart would round."""
+    """The result is equal to the last bit: adding up separate parts would round."""
     assert repartition(COST, [(0, 3), (3, 8)]) is COST

@@ -15,7 +15,7 @@ def one_stage(tile: int, a0: float, a1: float) -> CostModel:
 
 
 def test_saturated_is_within_a_tenth_of_the_best_and_the_smallest_such() -> None:
-    """n / (a0 + a1 n) is at 90 % of its value at 2048 where n = 0.9 * 2048 a0 / (a0 + 0.1 * 2048 a1)."""
+    """n / (a0 + a1 n) is at 90 % of its value at 2048 when n = 0.9 * 2048 a0 / (a0 + 0.1 * 2048 a1)."""
     a0, a1 = 30e-3, 1e-3
     found = saturation(one_stage(1, a0, a1))
     best = 2048 / (a0 + 2048 * a1)
@@ -25,7 +25,7 @@ def test_saturated_is_within_a_tenth_of_the_best_and_the_smallest_such() -> None
 @pytest.mark.parametrize("tile", [64, 128, 100])
 def test_saturation_is_whole_tiles(tile: int) -> None:
     assert saturation(one_stage(tile, 30e-3, tile * 1e-3)) % tile == 0
-    assert saturation(one_stage(tile, 0.0, 1e-3)) == tile  # nothing is gained by more than one
+    assert saturation(one_stage(tile, 0.0, 1e-3)) == tile  # more than one gains nothing
 
 
 def test_the_slowest_stage_decides_where_throughput_saturates() -> None:
@@ -46,7 +46,7 @@ def test_jitter_asks_for_one_microbatch_more(jitter_cv: float, more: int) -> Non
     profile = replace(PROFILE, jitter_cv=jitter_cv)
     sarathi, balanced = parse_policy("sarathi"), parse_policy("balanced")
     assert inflight(profile, sarathi, 4) == 4 + more
-    assert inflight(profile, balanced, 4) == 5  # which uses it where it serves
+    assert inflight(profile, balanced, 4) == 5  # which uses it if it helps
     assert inflight(profile, balanced, 1) == 1
     assert inflight(profile, sarathi, 2) == 2  # a third cohort of decodes costs more
 

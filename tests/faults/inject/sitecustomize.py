@@ -1,14 +1,18 @@
-"""Makes one stage of a run fail from inside, where no signal or file can: on the PYTHONPATH of its processes.
+"""Make one stage of a run fail from inside, if no signal or file can do it: on the PYTHONPATH of its processes.
 
     SARATHI_PP_TEST_FAULT=stage=1:step=7:raise
 
-stage: whose process. step: of its microbatches, counted from 0. Then raise, hang or memory (no memory, the first time
-it computes that microbatch); `stall` never ends loading, whatever the step, and leaves a file of that name; `full`
-makes its host's memory have only that many bytes free; `versions` makes it say that it is another release.
+stage: the stage that fails. step: number of its microbatch, counted from 0. Then comes the fault:
 
-With stage=* every rank may be silent for a second in set-up, and `slow` makes the ranks take turns to compute for
-`step` milliseconds longer in each phase of it; `stop` makes rank 1 stop itself in phase number `step`. Nothing of this
-is in the package.
+    raise, hang   at that microbatch
+    memory        no memory, the first time it computes that microbatch
+    stall         loading never ends, for any step; leaves a file of that name
+    full          the host's memory has only that number of bytes free
+    versions      the stage reports another release
+
+With stage=* every rank may be silent for a second in set-up. Then `slow` makes the ranks take turns to compute for
+`step` milliseconds longer in each phase of set-up; `stop` makes rank 1 stop itself in phase number `step`. The package
+contains none of this.
 """
 
 import importlib.abc
@@ -61,7 +65,7 @@ def disturb_phases(step, what):
             if what == "slow" and number % size == rank:
                 compute(step / 1000)
             if what == "stop" and (number, rank) == (step, 1):
-                time.sleep(0.3)  # for the others to see in which phase it is
+                time.sleep(0.3)  # let the others see in which phase this rank is
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield one
 
@@ -70,7 +74,7 @@ def disturb_phases(step, what):
 
 
 def is_chosen(stage):
-    """Whether this process is that stage; a launcher counts as stage 0, and its ranks may begin as copies of it."""
+    """Check if this process is that stage; a launcher counts as stage 0, and its ranks may start as copies of it."""
     return stage in (os.environ.get("RANK", "0"), "*")
 
 
@@ -122,7 +126,7 @@ def fail_in_microbatch(module, stage, step, what):
 
 def spoil(module, stage, step, what):
     if vars(module).setdefault("spoiled", os.getpid()) != os.getpid():
-        return  # by the launcher, as the same stage
+        return  # the launcher did it already, as the same stage
     if what in TARGETS:
         disturb_phases(step, what)
     elif what == "stall":
@@ -134,7 +138,7 @@ def spoil(module, stage, step, what):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the module as everybody does, and spoils it once it is there."""
+    """An importer that finds the module as usual and changes it after the import."""
 
     def __init__(self, stage, step, what):
         self.stage, self.step, self.what = stage, step, what

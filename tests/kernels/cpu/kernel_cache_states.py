@@ -1,8 +1,8 @@
-"""Makes states of the kernel cache that crashes leave behind, and runs kernels from each in a fresh process.
+"""States of the kernel cache that crashes leave, and kernel runs from each state in a fresh process.
 
     python -m tests.kernels.cpu.kernel_cache_states FOLDER [--full]
 
-prints a line for each state: its name and "ok", or what failed. One process imports numba and forks for each writer and
+prints one line per state: its name and "ok", or the failure. One process imports numba and forks for each writer and
 reader, so that a state costs tenths of a second.
 """
 
@@ -41,7 +41,7 @@ def run(factors=FACTORS) -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """The exit code of a process that does the work: 0, or 1 for an exception."""
+    """Run the work in a forked process. Return its exit code: 0, or 1 for an exception."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -56,7 +56,10 @@ def forked(work: Callable[[], object]) -> int:
 
 
 class Operations:
-    """Counts what this process does to files below a folder, and kills it, or raises, at one of them."""
+    """A counter of this process's operations on files below a folder.
+
+    It kills the process, or raises, at one of them.
+    """
 
     def __init__(self, folder: Path, at: int, error: OSError | None) -> None:
         self.paths: list[str] = []
@@ -81,7 +84,7 @@ def use(folder: Path) -> None:
 
 
 def operations_of(folder: Path, factor: float) -> list[str]:
-    """The paths of the file operations of one whole writer."""
+    """Return the paths of the file operations of one whole writer."""
     reader, writer = os.pipe()
 
     def work() -> None:
@@ -104,7 +107,10 @@ def check(name: str, *works: Callable[[], object], last: tuple[int, ...] = (0,))
 
 
 def crashes(folder: Path, *, full: bool) -> None:
-    """Each prefix of a writer's operations, before another writer; with `full` also after it, and with keys swapped."""
+    """Yield each prefix of a writer's operations, before another writer.
+
+    With `full`, also after it, and with keys swapped.
+    """
     for factor, other in (FACTORS, FACTORS[::-1])[: 1 + full]:
         count = len(operations_of(folder / f"whole-{factor}", factor))
         for at, error, late in product(range(1, count + 1), (None, NO_SPACE), (False, True)[: 1 + full]):
@@ -123,7 +129,7 @@ def crashes(folder: Path, *, full: bool) -> None:
 
 
 def damages(folder: Path, *, full: bool) -> None:
-    """Files cut at any place, changed, or with the content of another kernel."""
+    """Yield files cut at any place, changed, or with the content of another kernel."""
     whole = folder / "whole"
     use(whole)
     check("whole", run)

@@ -1,4 +1,4 @@
-"""Memory that is like torch's own, and that the kernel is asked to give in large pages."""
+"""Memory that is like torch's own, for which the operating system is asked for large pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMAPS = Path("/proc/self/smaps")
 
 
 def asked_for(address: int) -> bool:
-    """Whether the mapping that holds an address is marked for large pages."""
+    """Return True if the mapping that holds an address is marked for large pages."""
     begin = end = 0
     for line in SMAPS.read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -51,7 +51,7 @@ def test_what_is_small_is_torchs_own() -> None:
 
 
 def test_where_there_is_no_room_torch_says_so() -> None:
-    """In its own words, by which a stage is known to have no memory."""
+    """The text is torch's own, which a stage recognises as lack of memory."""
     with pytest.raises(RuntimeError, match="allocate memory"):
         empty_in_large_pages((1 << 56,), torch.uint8)
 

@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [(), pytest.param(("--full",), marks=pytest.mark.full)])
 def test_a_crash_or_damage_at_any_place_changes_no_kernel(options, tmp_path) -> None:
-    """Each prefix of a writer, killed or without room, next to another writer; and each kind of damaged file."""
+    """States are each prefix of a killed or full-disk writer, next to another writer, and each kind of damaged file."""
     command = (sys.executable, "-m", "tests.kernels.cpu.kernel_cache_states", str(tmp_path), *options)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(880))
@@ -46,7 +46,7 @@ def test_a_crash_or_damage_at_any_place_changes_no_kernel(options, tmp_path) -> 
 
 
 def test_two_writers_touch_no_file_of_each_other(tmp_path) -> None:
-    """So that however their operations interleave, each sees what it would see alone."""
+    """In every order of their operations, each then sees the same files as alone."""
     touched = [{path for path in operations_of(tmp_path / "one", factor) if Path(path).suffix} for factor in FACTORS]
     assert all(touched) and not touched[0] & touched[1]
 
@@ -75,7 +75,7 @@ print(change(10.0), sum(change.stats.cache_hits.values()))
 
 
 def test_whatever_decides_the_code_decides_the_file(tmp_path) -> None:
-    """The source, constants and settings. The file's time of change does not."""
+    """The name depends on the source, constants and settings. The file's modification time does not matter."""
     script = tmp_path / "kernel.py"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
@@ -151,7 +151,7 @@ def test_a_file_system_without_locks_will_do(failure, folder, monkeypatch) -> No
 
 
 def test_one_process_compiles_and_the_others_wait(folder) -> None:
-    """Six start at once with an empty cache: five find what the first one has compiled."""
+    """Six start at once with an empty cache: five find the kernel that the first one compiled."""
     compilations, gate = folder / "compilations", os.pipe()
 
     def start() -> None:

@@ -50,7 +50,7 @@ def test_sixteen_products_of_lines_each_in_its_lane(lines: int, asks: int) -> No
 @pytest.mark.parametrize(("heads", "lines"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("tokens", [1, 2, 10])
 def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
-    """What stands where a second token is not there counts for nothing, be it NaN."""
+    """If there is no second token, its value counts for nothing, even if it is NaN."""
     odd = tokens % 2
 
     @compiled()
@@ -94,7 +94,7 @@ def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) ->
     weight, x = torch.randn(width, inputs).bfloat16(), torch.randn(rows, inputs).bfloat16()
     begin = torch.randn(width)
     laid_out = pack_weight(weight).contiguous()
-    # Rows of the output lie farther apart than they are wide: what lies between is not touched.
+    # The rows of the output are farther apart than they are wide: the gaps are not touched.
     out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
     product(
         laid_out.data_ptr(), inputs // 2 * 16, x.data_ptr(), inputs // 2, begin.data_ptr(), out.data_ptr(), width + 3
@@ -172,7 +172,7 @@ def test_scores_outside_are_hidden(low: int, high: int) -> None:
         hide(scores, low, high, 64)
 
     scores = torch.arange(70.0)
-    scores[5:64:7] = torch.nan  # of what was never written, and of a broken sequence
+    scores[5:64:7] = torch.nan  # unwritten memory, and a broken sequence
     expected = scores.clone()
     expected[:low] = -1e30
     expected[high:64] = -1e30
@@ -216,7 +216,7 @@ def test_two_rows_are_paired_and_one_alone_with_zeros(lines: int) -> None:
 
 @needs_avx512_bf16
 def test_a_gate_is_what_torch_makes_of_it() -> None:
-    """Of every bfloat16, to the last bit; only numbers too small for a full mantissa may become 0."""
+    """This holds for every bfloat16, to the last bit. Only numbers too small for a full mantissa may become 0."""
 
     @compiled()
     def run(gate, up, to, lines):  # type: ignore[no-untyped-def]
@@ -225,7 +225,7 @@ def test_a_gate_is_what_torch_makes_of_it() -> None:
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     torch.manual_seed(1)
     up, out = torch.randn(2**16).bfloat16(), torch.empty(2**16, dtype=torch.bfloat16)
-    up[49152:49160] = torch.tensor([torch.nan, torch.inf] * 4)  # beside gates from 2 on
+    up[49152:49160] = torch.tensor([torch.nan, torch.inf] * 4)  # with gates from 2 on
     run(gate.data_ptr(), up.data_ptr(), out.data_ptr(), 2**12)
     gated = torch.nn.functional.silu(gate)
     expected = gated * up

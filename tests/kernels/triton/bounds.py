@@ -1,6 +1,6 @@
-"""What a device would not forgive: an address outside of everything that a kernel was given.
+"""Accesses that fail on a device: an address outside of all memory that a kernel was given.
 
-In the interpreter such a read finds some other memory of the process, and mostly nobody notices.
+In the interpreter such a read finds other memory of the process, mostly without an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 @contextmanager
 def checked_addresses() -> Iterator[None]:
-    """Of every load and store that is not masked off."""
+    """Check the addresses of every load and store that is not masked off."""
     spans: list[tuple[int, int]] = []
     prepare, load, store = (
         GridExecutor._init_args_hst,
@@ -58,7 +58,7 @@ def checked_addresses() -> Iterator[None]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From its first number to behind its last, and no further into the memory that it is a part of."""
+    """Return the bytes from its first number to the end of its last one, excluding the memory around it."""
     elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + elements * tensor.element_size()

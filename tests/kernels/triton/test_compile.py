@@ -1,7 +1,7 @@
-"""Every kernel compiles for Ampere and for Hopper, without a GPU: the interpreter takes what the compiler does not.
+"""Every kernel compiles for Ampere and for Hopper, without a GPU: the interpreter accepts more than the compiler.
 
-Of the attention's kernel the machine code is read as well. What makes it fast is decided by Triton's passes, which say
-nothing where they give up.
+The machine code of the attention's kernel is read as well. Triton's passes decide its speed, and do not report it if
+they give up.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.machine import patient
 
 ROOT = Path(__file__).parents[3]
 
-# In a process of its own: here kernels are the interpreter's. A type is a pointer's, a number's, or the value of a
-# constant; None stands for an argument that is not given.
+# This needs a process of its own: in this one kernels belong to the interpreter. A type is a pointer's, a number's, or
+# the value of a constant. None means an argument that is not given.
 _COMPILE = """
 import sys
 import triton
@@ -58,8 +58,8 @@ for dtype in ("bf16", "fp32"):
 """
 
 
-# The kernel as `paged_attention` launches it for Llama-3-8B, its arguments specialised as a launch does: by alignment,
-# and numbers that are 1. Arguments of the program: (start, tokens) of a microbatch's sequences, and capabilities.
+# The kernel as `paged_attention` launches it for Llama-3-8B, with arguments specialised as at a launch: by alignment,
+# and by numbers equal to 1. Arguments of the program: (start, tokens) of a microbatch's sequences, and capabilities.
 _ATTEND = """
 import json, subprocess, sys, tempfile
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def attend(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Code]:
-    """By the microbatch's shape and the capability of the device."""
+    """Compile the kernel by the microbatch's shape and the capability of the device."""
     shapes: dict[str, list[tuple[int, int]]] = {"decodes": [(1024, 1)] * 64, "chunk": [(4096, 512)]}
     found = {}
     for name, extents in shapes.items():
@@ -147,13 +147,13 @@ def attend(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Co
     return found
 
 
-# Loops over keys of few rows, and of many behind them where there are chunks.
+# Loops over the keys of few rows, and of many rows after them if there are chunks.
 _KINDS = [("decodes", 80), ("chunk", 80), ("decodes", 90), ("chunk", 90)]
 
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_registers_are_not_spilled_in_loops(attend: dict[tuple[str, int], Code], kind: tuple[str, int]) -> None:
-    """And nowhere on Hopper: its products run on where no register of theirs is short."""
+    """On Hopper there are no spills at all: its products run asynchronously only if they have enough registers."""
     code = attend[kind]
     assert not any(_named(part, "STL", "LDL") for part in code.loops + [code.instructions] * (kind[1] == 90))
 
@@ -162,7 +162,10 @@ def test_registers_are_not_spilled_in_loops(attend: dict[tuple[str, int], Code],
 def test_keys_and_values_are_under_way_while_a_block_is_multiplied(
     attend: dict[tuple[str, int], Code], kind: tuple[str, int]
 ) -> None:
-    """Copied to shared memory asynchronously, 16 bytes a thread; what a block begins with waits for no later one."""
+    """They are copied to shared memory asynchronously, 16 bytes per thread.
+
+    A block's first data waits for no later copy.
+    """
     loops = attend[kind].loops
     assert len(loops) == (1 if kind[0] == "decodes" else 2)
     for loop in loops:
@@ -170,13 +173,13 @@ def test_keys_and_values_are_under_way_while_a_block_is_multiplied(
         assert len(copies) == (16 if kind[0] == "decodes" else 8) and all(".128" in copy for copy in copies)
         first_wait, *_ = _named(loop, "DEPBAR")
         assert int(first_wait.split(",")[1], 16) >= 3, "keys and values of the next block, and values of this one"
-        # Everything else that is read is page ids, and nothing waits for those of this block.
+        # All other reads are page ids, and nothing waits for those of this block.
         assert len(_named(loop, "LDG")) == len(copies) // 2
         assert not any("64" in load.split(" ")[0] or "128" in load.split(" ")[0] for load in _named(loop, "LDG"))
 
 
 def test_chunks_are_multiplied_by_warp_groups_on_hopper(attend: dict[tuple[str, int], Code]) -> None:
-    """Two products, each of some instructions that run as one: where registers are short, ptxas waits for each."""
+    """Two products, each of some instructions that run as one. If registers are short, ptxas waits for each."""
     few, many = attend["chunk", 90].loops
     products = _named(many, "HGMMA")
     assert {product.split(" ")[0] for product in products} == {"HGMMA.64x64x16.F32.BF16", "HGMMA.64x128x16.F32.BF16"}
@@ -186,14 +189,15 @@ def test_chunks_are_multiplied_by_warp_groups_on_hopper(attend: dict[tuple[str, 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_weights_of_a_chunk_stay_in_registers(attend: dict[tuple[str, int], Code], capability: int) -> None:
-    """From product to product: each warp has whole rows, so that maxima and sums need no shared memory either."""
+    """They stay from product to product: each warp has whole rows. Maxima and sums need no shared memory either."""
     many = attend["chunk", capability].loops[1]
     assert not _named(many, "STS", "STSM") and len(_named(many, "BAR")) <= 6
 
 
 def test_loops_are_short(attend: dict[tuple[str, int], Code]) -> None:
-    """Addresses and masks cost what products do not: about a hundred of a chunk's instructions, which most blocks of
-    keys jump over, are the masks'.
+    """Addresses and masks take instructions that are not products.
+
+    About a hundred of a chunk's instructions are the masks'. Most blocks of keys jump over them.
     """
     most = {("decodes", 80): 460, ("chunk", 80): 720, ("decodes", 90): 460, ("chunk", 90): 530}
     lengths = {kind: len(code.loops[-1]) for kind, code in attend.items()}
@@ -234,7 +238,7 @@ def _named(instructions: list[str], *names: str) -> list[str]:
 
 
 def _compiled(cache: Path, program: str, *arguments: str) -> str:
-    """What the program prints, in a process where kernels are not the interpreter's."""
+    """Return the program's output, in a process without the interpreter's kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join((str(ROOT / "kernels"), environment.get("PYTHONPATH", "")))
     environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}

@@ -1,4 +1,4 @@
-"""What CUDA fusions apply to, and that no greedy token changes: here in the interpreter, on CPU tensors."""
+"""The targets of CUDA fusions. No greedy token changes: here in the interpreter, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ PAGE_SIZE = 8
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
-    """Of (15,) token ids over pages, in a chunk of 9 and one of 6 beside another sequence's decode."""
+    """Return the logits of (15,) token ids over pages, in chunks of 9 and 6.
+
+    The second runs with another sequence's decode.
+    """
     model.set_attn_implementation(PAGED)
     config, layers = model.config, model.config.num_hidden_layers
     windows = layer_windows(config, SUPPORTED[type(model).__name__])
@@ -70,7 +73,7 @@ def test_no_greedy_token_changes(family: str) -> None:
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 2.0), (torch.float16, 1.2)])
 @torch.inference_mode()
 def test_half_precision_is_about_as_near_to_float32_as_unfused(dtype: torch.dtype, factor: float) -> None:
-    """The interpreter cuts off what a device rounds to bfloat16: twice the error of each rounding, and a bias."""
+    """The interpreter truncates to bfloat16 and a device rounds: twice the error of each rounding, and a bias."""
     exact, ids = build_model("qwen3"), torch.arange(3, 18)
     plain = copy.deepcopy(exact).to(dtype)
     target = exact(ids[None]).logits[0]
@@ -121,7 +124,7 @@ def test_kernels_are_for_cuda() -> None:
 def test_tensor_shards_add_up_behind_fused_products(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama's tiny model has biases behind the sums."""
+    """llama's tiny model has biases after the sums."""
     monkeypatch.setattr(slices, "fuse", partial(fuse, by_kernels=True))
     model = write_checkpoint(family, tmp_path)
     layers = (0, model.config.num_hidden_layers)

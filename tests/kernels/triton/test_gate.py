@@ -12,7 +12,7 @@ from sarathi_pp_kernels.triton.gate import reference_silu_multiply, silu_multipl
 def test_a_gate_is_silu_times_up(rows: int, width: int, dtype: torch.dtype, ulp: float) -> None:
     torch.manual_seed(width)
     both = (4 * torch.randn(1, rows, 2 * width)).to(dtype)
-    both[0, 0, :2] = torch.tensor([3e4, -3e4])  # beyond what exp takes, both ways
+    both[0, 0, :2] = torch.tensor([3e4, -3e4])  # outside exp's range, both ways
     both[0, 0, width : width + 2] = 0.5
     found, expected = silu_multiply(both), reference_silu_multiply(both)
     assert found.shape == (1, rows, width) and found.dtype == dtype

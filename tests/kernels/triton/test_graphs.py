@@ -1,7 +1,7 @@
-"""Captured microbatches give what launched ones give: a simulated graph does its work anew when replayed.
+"""Captured microbatches equal launched ones: a simulated graph repeats its work when replayed.
 
-It reads and writes at fixed addresses all the same, and tables and rows are padded. So whatever is not in its place, or
-is left from the microbatch before, changes the logits.
+It reads and writes at fixed addresses, and tables and rows are padded. A misplaced value, or one left from the
+microbatch before, changes the logits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 12, 2
 
 @dataclass
 class Repeated:
-    """As far as addresses go, a captured graph."""
+    """A captured graph, as far as addresses matter."""
 
     work: Callable[[], None] | None = None
     replays: int = 0
@@ -54,7 +54,7 @@ class Repeated:
 
 @dataclass
 class Stage:
-    """Of two, with its pages; graphs where it is to have some."""
+    """One of two stages, with its pages, and with graphs if requested."""
 
     model: StageModel
     config: Any
@@ -97,7 +97,7 @@ def stages_of(directory: Path, shapes: Sequence[Shape]) -> list[Stage]:
 
 
 def microbatches() -> list[list[tuple[int, int]]]:
-    """(sequence, tokens) of each: prompts in chunks with decodes beside them, then decodes."""
+    """Return (sequence, tokens) of each microbatch: prompts in chunks with decodes among them, then decodes."""
     return [
         [(0, 17)],
         [(0, 5), (1, 9)],
@@ -111,7 +111,7 @@ def microbatches() -> list[list[tuple[int, int]]]:
 
 
 def logits_of(stages: Sequence[Stage], tokens: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    """By sequence, the logits behind each of its parts."""
+    """Return, by sequence, the logits after each of its parts."""
     tables = [(3, 7), (1, 10, 4), (0, 11)]
     done, found = [0] * 3, [[] for _ in range(3)]
     for microbatch in microbatches():
@@ -133,7 +133,7 @@ def logits_of(stages: Sequence[Stage], tokens: Sequence[Sequence[int]]) -> list[
 
 @torch.inference_mode()
 def test_graphs_give_the_logits_of_transformers(model: Path) -> None:
-    """In pipelines with other shapes: fitting ones, larger ones, and some for decodes alone."""
+    """Pipelines have other shapes: fitting ones, larger ones, and some for decodes alone."""
     random_numbers = random.Random(0)
     tokens = [[random_numbers.randrange(3, 40) for _ in range(40)] for _ in range(3)]
     whole = AutoModelForCausalLM.from_pretrained(model)
@@ -164,7 +164,7 @@ def test_graphs_give_the_logits_of_transformers(model: Path) -> None:
 
 @torch.inference_mode()
 def test_what_a_graph_gave_is_the_callers(model: Path) -> None:
-    """It may be on its way to the next stage when the next microbatch is replayed."""
+    """It may be in transfer to the next stage when the next microbatch is replayed."""
     stage = stages_of(model, (Shape(8, 8, decodes=True),))[0]
     first = stage.run([Span(0, 1, (2,))], (), array("q", [5]), None)
     before = first.clone()
@@ -202,7 +202,10 @@ def test_shapes_of_a_run() -> None:
 def test_capturable_tables_have_room_for_any_microbatch(
     sequences: list[tuple[int, int]], group: int, num_kv_heads: int, window: int | None, num_processors: int
 ) -> None:
-    """Of its tokens and sequences: `load` asserts it. What is left of a longer one before is gone."""
+    """This covers any microbatch with its tokens and sequences; `load` asserts it.
+
+    Remains of a longer one before are erased.
+    """
     extents, first_row = [], 0
     for num_tokens, start in sequences:
         extents.append(Extent(first_row, num_tokens, start, 0))
@@ -221,7 +224,7 @@ def test_capturable_tables_have_room_for_any_microbatch(
 
 @pytest.mark.parametrize(("group", "itemsize"), [(4, 2), (71, 2), (24, 4)])
 def test_capturable_tables_are_for_the_kernel_that_the_microbatch_has_anyhow(group: int, itemsize: int) -> None:
-    """Where blocks of few rows are as large as any, there is one kind of block, and it is compiled once."""
+    """If blocks of few rows have the full size, there is one kind of block, compiled once."""
     blocks = Blocks.of(group, 128, itemsize)
     capturable = CapturableWork(64, 4, 64, blocks, None, 1, 132, CPU)
     extents = [Extent(0, 64, 100, 0)]

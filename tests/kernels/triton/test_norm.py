@@ -7,8 +7,8 @@ import torch
 from sarathi_pp_kernels.triton.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-# Of a value; the mean of squares is summed in another order, which is the last bit of float32, and of what is rounded
-# to float16 behind it now and then the last bit of that.
+# Relative to a value. The mean of squares is summed in another order, which changes the last bit of float32. After
+# rounding to float16 this sometimes changes the last bit.
 ULP = {torch.float32: 2**-22, torch.float16: 2**-10}
 
 

@@ -1,4 +1,4 @@
-"""The attention kernel in Triton's interpreter against its float64 reference, and compiled for GPUs that are not here.
+"""The attention kernel in Triton's interpreter against its float64 reference, and compiled for GPUs that are absent.
 
 In bfloat16 the interpreter's products are wrong, so that dtype is compiled alone.
 """
@@ -99,7 +99,7 @@ class Case:
         return self.num_heads // self.num_kv_heads
 
     def small_blocks(self) -> Blocks:
-        """So small that short contexts cross every edge."""
+        """Make blocks so small that short contexts cross every edge."""
         return Blocks(self.group, 16, 32, 16)
 
     def cut(self, window: int | None, keys_per_piece: int, blocks: Blocks | None = None) -> AttentionWork:
@@ -173,7 +173,7 @@ def test_any_microbatch_is_exact(
     keys_per_piece: int,
     seed: int,
 ) -> None:
-    """In float16 weights and outputs are rounded to 11 bits, each by 2^-12 of the largest value at the most."""
+    """In float16 weights and outputs are rounded to 11 bits, each by at most 2^-12 of the largest value."""
     case = Case(extents, page_size, *heads, head_dim, dtype, seed)
     found = case.run(case.cut(window, keys_per_piece), softcap=softcap, sinks=sinks)
     assert found.dtype == dtype
@@ -203,7 +203,7 @@ def test_blocks_of_the_real_size_are_exact(
 
 @pytest.mark.parametrize(("window", "most_keys"), [(None, 200), (88, 111)])
 def test_the_number_of_pieces_changes_only_roundings(window: int | None, most_keys: int) -> None:
-    """most_keys: of a tile, whole blocks of 16 before its end."""
+    """most_keys: whole blocks of 16 before the end of a tile."""
     case = Case([(199, 1), (150, 9)])
     whole = case.run(case.cut(window, EVERYTHING), softcap=3.0, sinks=True)
     for num_pieces in (2, 3, 4):
@@ -244,7 +244,10 @@ def test_it_is_the_attention_of_the_plain_backend(window: int | None, dtype: tor
 
 
 def test_the_work_of_a_microbatch_is_laid_out_once_for_each_window() -> None:
-    """Layers take turns with and without a window; the next microbatch, of as many rows, is another one."""
+    """Layers alternate with and without a window.
+
+    The next microbatch has the same number of rows but is another one.
+    """
     case, backend = Case([(50, 1), (20, 4)]), TritonAttention()
     for _ in range(2):
         layouts = []
@@ -275,12 +278,15 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_keys_that_no_row_sees_are_not_read() -> None:
-    """Behind every row's window, in blocks and pages that are read: there may lie anything, as behind the end."""
+    """These keys are outside every row's window, in pages that are read.
+
+    They may hold any value, like keys after the end.
+    """
     case = Case([(40, 1)])
     for pool in (case.kv.keys(0), case.kv.values(0)):
         pool[case.pages[:2]] = torch.nan
         pool[case.pages[2], :, :4] = torch.nan  # keys 32 to 35; the row at 40 sees 36 to 40
-    case.pages[:2] = 10**12  # nor is there any page of such an id
+    case.pages[:2] = 10**12  # such a page id does not exist
     found = case.run(case.cut(5, EVERYTHING, Blocks(2, 16, 32, 32)))
     assert bool(found.isfinite().all())
 
@@ -361,21 +367,21 @@ def test_contexts_are_split_only_where_that_fills_the_device() -> None:
     assert pieces_of([(99, 1)]) == [1]
     assert pieces_of([(2047, 1)] * 64) == [1] * 64
     assert pieces_of([(2047, 1)] * 4) == [8] * 4
-    # A chunk beside it has enough programs for all processors, and one decode would still read when they are done.
+    # With a chunk there are enough programs for all processors, and one decode would still read when they end.
     parts = [Extent(0, 512, 0, 0), Extent(512, 1, 30000, 0)]
     pieces = cut_work(parts, Blocks.of(4, 128, 2), None, 8, 132, CPU).pieces
     assert int((pieces[:, 0] < 512).sum()) == 16 and int((pieces[:, 0] == 512).sum()) > 10
 
 
 def test_a_chunk_is_split_only_where_that_is_worth_its_partial_results() -> None:
-    """They are written and read again for each row: of short pieces they are more bytes than keys and values."""
+    """They are written and read again for each row. For short pieces they have more bytes than keys and values."""
 
     def counts_of(num_tokens: int, start: int) -> list[int]:
         pieces = cut_work([Extent(0, num_tokens, start, 0)], Blocks.of(4, 128, 2), None, 8, 132, CPU).pieces
         return [int((pieces[:, 0] == row).sum()) for row in range(0, num_tokens, 32)]
 
     assert counts_of(512, 0) == [1] * 16
-    # A processor holds one program with room for so many rows: 128 of them are all that 132 processors hold.
+    # A processor holds one program of this number of rows: 128 of them are all that 132 processors hold.
     assert counts_of(512, 4096) == [1] * 16
     assert counts_of(128, 8000) == [4] * 4
     assert counts_of(32, 1000) == [1]
@@ -461,9 +467,9 @@ _UNUSUAL += [(80, False, 256, 2), (80, False, 128, 40), (90, True, 512, 2)]
 @pytest.mark.parametrize("shapes", [_USUAL, pytest.param(_UNUSUAL, marks=pytest.mark.full)], ids=["usual", "unusual"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_it_compiles_for_gpus_and_fits(dtype: str, shapes: list[tuple[int, bool, int, int]], tmp_path: Path) -> None:
-    """Into the shared memory of the smallest device of a generation, and into registers: else they spill to memory.
+    """It must fit into the shared memory of the smallest device of a generation, and into registers without spills.
 
-    In a process of its own, where kernels are not defined for the interpreter.
+    This needs a process in which kernels are not defined for the interpreter.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     del environment["TRITON_INTERPRET"]
@@ -474,7 +480,7 @@ def test_it_compiles_for_gpus_and_fits(dtype: str, shapes: list[tuple[int, bool,
     found = json.loads(done.stdout)
     assert len(found) == 2 * len(shapes), "kernels for chunks and decodes, and those that merge"
     for kernel, made in found.items():
-        # A few registers of wide heads; heads of 512 are to run at all.
+        # Wide heads may spill a few registers; heads of 512 only need to run.
         spilled = {128: 64, 256: 128}.get(max(128, int(kernel.split()[2])), 1 << 12)
         assert made["cubin"] > 1000 and made["spilled"] <= spilled, (kernel, made)
         assert made["shared"] <= made.get("most", 99 << 10) <= made.get("room", 99 << 10), (kernel, made)

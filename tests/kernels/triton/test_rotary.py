@@ -1,4 +1,4 @@
-"""Rotated queries stay where they are, rotated keys and values reach their pages, and nothing else is touched."""
+"""Rotated queries stay in place, rotated keys and values reach their pages, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES = 7
 
 
 def case(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rows: int = 9) -> dict[str, Tensor]:
-    """Arguments of both functions. Cosines and sines of the two halves differ, which no rule demands to be equal."""
+    """Make arguments of both functions. Cosines and sines of the two halves differ, since no rule requires equality."""
     random = torch.Generator().manual_seed(heads * head_dim)
     pool = torch.full((PAGES, kv_heads, PAGE_SIZE, head_dim), torch.nan, dtype=dtype)
     places = torch.randperm(PAGES * PAGE_SIZE, generator=random)[:rows]

@@ -1,4 +1,4 @@
-"""The device draws the token that the host draws, for every filter, ties and bad logits included."""
+"""The device and the host draw the same token, for every filter, ties and bad logits included."""
 
 from __future__ import annotations
 

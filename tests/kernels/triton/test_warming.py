@@ -1,4 +1,4 @@
-"""What a stage is warmed up with has every kernel of attention compiled that a run will launch."""
+"""Warming up a stage compiles every attention kernel that a run will launch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sarathi_pp_kernels.triton.attention_work import Blocks, Extent, cut_work
 
 from sarathi_pp.stages.model_stage import warming
 
-# Of setup.py; an H100's processors.
+# From setup.py; an H100's processors.
 NUM_TOKENS, NUM_KEYS, PROCESSORS = 256, 4096, 132
 
 
 def kernel(extents: list[tuple[int, int]], group: int, num_kv_heads: int) -> tuple[bool, bool]:
-    """What the compiler is told of a microbatch of (start, tokens), beside the model's own constants."""
+    """Return the compiler's input for a microbatch of (start, tokens), in addition to the model's own constants."""
     laid, row = [], 0
     for start, count in extents:
         laid.append(Extent(row, count, start, 0))

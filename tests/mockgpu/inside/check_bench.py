@@ -1,4 +1,4 @@
-"""`bench gpu` on a device: the parts that are of one process. The whole pipelines of the others are tested as such."""
+"""`bench gpu` on a device: its parts that use one process. Other tests cover whole pipelines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def contest(bench: Bench, figures: Figures) -> None: ...
 def test_every_part_runs_on_a_device(monkeypatch):
     monkeypatch.setattr(suite, "exact", exact)
     monkeypatch.setattr(suite, "contest", contest)
-    # The host's operations alone are seen here, and the interpreter of kernels has hundreds of thousands.
+    # Only the host's operations are seen here, and the interpreter of kernels has hundreds of thousands.
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(SimpleNamespace(key_averages=list)))
     *_, last = bench_gpu(torch.device("cuda", 0), SystemClock(), 250.0, SIZES)
     document = last.document

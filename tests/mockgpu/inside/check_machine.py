@@ -1,4 +1,4 @@
-"""What the simulated device does not let pass."""
+"""Errors that the simulated device detects."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_kernels_run_on_the_device_that_is_current():
 
 
 def test_a_replay_does_what_was_captured_with_what_is_there_now():
-    """And computes nothing before: numbers of the host's that went in are those of then."""
+    """The capture computes nothing. Numbers from the host keep their values at the capture."""
     x, out = torch.ones(2, device=GPU), torch.zeros(2, device=GPU)
     factor = 3.0
     graph = torch.cuda.CUDAGraph()

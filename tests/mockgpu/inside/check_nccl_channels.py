@@ -1,4 +1,4 @@
-"""NCCL channels on CUDA streams: what waits for what, seen to race where it does not."""
+"""NCCL channels on CUDA streams: the waits between them, and the race that a missing wait causes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Careless(CudaSideStream):
-    """One that forgets a wait."""
+    """A channel that forgets a wait."""
 
     def __init__(self, forgets: str) -> None:
         super().__init__(GPU, SystemClock())
@@ -26,7 +26,7 @@ class Careless(CudaSideStream):
 
 
 class Communicator:
-    """Transfers that are over when the device comes to them."""
+    """Transfers that end when the device reaches them."""
 
     def __init__(self) -> None:
         self._stream = Stream(GPU)

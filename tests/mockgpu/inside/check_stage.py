@@ -1,4 +1,4 @@
-"""A pipeline's stages on a device: what their hosts wait for, and what they do where no graph can be had."""
+"""A pipeline's stages on a device: the waits of their hosts, and their behaviour if no graph is possible."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_stage(model: Path, layers: tuple[int, int], *, graphed: bool) -> ModelS
 
 
 def microbatches(row: SamplingRow) -> list[MicroBatch]:
-    """A prompt, another beside a decode, and decodes."""
+    """Return a prompt, another prompt with a decode, and decodes."""
     return [
         MicroBatch(0, (Chunk(0, 0, 0, 5, False, (3, 4, 5, 6, 7), (4,), row),), (), 0.0),
         MicroBatch(
@@ -85,7 +85,7 @@ def test_a_host_waits_for_its_tokens_and_for_nothing_else(model, graphed, row):
 
 
 def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
-    """Another one would be current from then on, and no input waits for it."""
+    """Another stream would be current from then on, and no input waits for it."""
     x = torch.ones(2, device=GPU)
     before = torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match="previous error during capture"):
@@ -98,7 +98,7 @@ def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
 
 @pytest.mark.parametrize("share", [0.5, 1.01], ids=["its weights", "what is merged on the way"])
 def test_a_model_that_is_too_large_for_the_device_is_said_to_be(share, model, monkeypatch):
-    gc.collect()  # what is freed later would be room too
+    gc.collect()  # memory freed later would be room too
     room_bytes = int(share * stage_bytes(model, (0, NUM_LAYERS), torch.float32))
     monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + room_bytes)
     with pytest.raises(CapacityError, match="CUDA out of memory") as refused:
@@ -109,7 +109,7 @@ def test_a_model_that_is_too_large_for_the_device_is_said_to_be(share, model, mo
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen2_moe"])
 def test_weights_pass_through_the_hosts_memory_a_few_at_a_time(family, tmp_path, monkeypatch):
-    """A stage of an eighth of a large model on each of eight GPUs is all of it in their host's memory."""
+    """Stages on eight GPUs each hold an eighth of a large model. Their host's memory would hold all of it."""
     write_checkpoint(family, tmp_path)
     read, alive, most = StoredTensor.read, [], [0]
 
@@ -121,12 +121,12 @@ def test_weights_pass_through_the_hosts_memory_a_few_at_a_time(family, tmp_path,
 
     monkeypatch.setattr(StoredTensor, "read", counted)
     loaded = load_stage(tmp_path, (0, ALL_LAYERS), ALL_LAYERS, torch.float32, GPU, TritonAttention())
-    assert len(alive) > 20 and most[0] <= 10, (len(alive), most)  # by as many threads as transformers has for it
+    assert len(alive) > 20 and most[0] <= 10, (len(alive), most)  # up to the number of transformers' threads for it
     assert all(tensor.is_cuda for tensor in (*loaded.module.parameters(), *loaded.module.buffers()))
 
 
 def test_weights_are_on_the_device_once(model):
-    """What is merged has taken the place of its parts."""
+    """Merged weights have replaced their parts."""
     gc.collect()
     before = TIMELINE.live_bytes()
     loaded = load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())

@@ -1,4 +1,4 @@
-"""What a GPU's memory must have besides weights and KV pages: measured for the largest microbatch there can be."""
+"""GPU memory needed besides weights and KV pages: measured for the largest possible microbatch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DRAWN = SamplingRow(position=0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint whose slices are loaded once."""
+    """Write a checkpoint whose slices are loaded once."""
     directory = tmp_path_factory.mktemp("model")
     write_checkpoint("llama", directory)
     loaded: dict[tuple[int, int], StageModel] = {}
@@ -64,7 +64,7 @@ def resolved(config: RunConfig, stages: ModelStages, pages: int) -> ResolvedRun:
 
 
 def working_bytes(stages: ModelStages, layers: tuple[int, int] = WHOLE) -> int:
-    """What is kept free when pages are counted, to a page."""
+    """Return the bytes that are kept free when pages are counted, to a page."""
     one = PAGE_BYTES * (layers[1] - layers[0])
     free, total = torch.cuda.mem_get_info(GPU)
     return int(free - total * (1 - 0.9)) - one * stages.count_pages(layers, {})
@@ -72,7 +72,7 @@ def working_bytes(stages: ModelStages, layers: tuple[int, int] = WHOLE) -> int:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Tokens, rows of logits and rows drawn of each microbatch.
+    """Record tokens, rows of logits and rows drawn of each microbatch.
 
     Triton's interpreter takes seconds for one. Here it takes memory only: ACTIVATIONS bytes per token, and WEIGHTS per
     row drawn.
@@ -141,7 +141,7 @@ def test_graphs_and_buffers_are_kept_room_for(model):
         sizes[eager, by_nccl] = working_bytes(stages, (2, 4))
     # Hidden states that arrive and leave, 4 messages each way, of 8 tokens.
     assert abs(sizes[True, True] - sizes[True, False] - 2 * 4 * 8 * HIDDEN * 4) <= 2 * PAGE_BYTES
-    # The largest graph takes what the largest microbatch does, and holds what it reads and gives.
+    # The largest graph takes the memory of the largest microbatch, and holds its inputs and outputs.
     assert sizes[False, False] - sizes[True, False] > 8 * ACTIVATIONS + 2 * 8 * HIDDEN * 4
 
 

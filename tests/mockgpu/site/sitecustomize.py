@@ -1,4 +1,4 @@
-"""Every Python process that finds this file on its path, and MOCK_GPUS in its environment, has simulated GPUs."""
+"""Simulated GPUs for every Python process with this file on its path and MOCK_GPUS in its environment."""
 
 import os
 import sys

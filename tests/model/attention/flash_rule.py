@@ -1,4 +1,4 @@
-"""What libraries of FlashAttention-2 take of paged keys and values, and what they give."""
+"""The paged keys and values that FlashAttention-2 libraries accept, and the results they return."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def attend(
     window: tuple[int, int],
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: (n, H, D) of its last rows, and their (n, H) log-sum-exps. Reads no page behind the last key."""
+    """Return one sequence's (n, H, D) outputs of its last rows, and their (n, H) log-sum-exps.
+
+    Reads no page after the last key.
+    """
     count, end = query.shape[0], int(num_keys)
     held = table[: -(-end // PAGE)].long()
     key, value = (
@@ -44,7 +47,7 @@ def attend(
 def attend_rows(
     query: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, num_keys: Tensor, table: Tensor, **how: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each sequence by `attend`; bounds: of their rows."""
+    """Run `attend` for each sequence; `bounds` are the bounds of its rows."""
     rows = [query[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
     return [attend(part, keys, values, num_keys[i], table[i], **how) for i, part in enumerate(rows)]
 

@@ -40,7 +40,7 @@ every_backend = pytest.mark.parametrize("backend", ["sdpa", "numba"])
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small only wait for the second thread."""
+    """Use one thread: with tensors this small, a second thread only adds waiting."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def small_steps() -> Iterator[None]:
-    """Tiles and blocks so small that every edge between them is crossed."""
+    """Make tiles and blocks so small that every edge between them is crossed."""
     with mock.patch.multiple(sdpa, TILE_ROWS=6, BLOCK_KEYS=8, ROW_STEP=4, KEY_STEP=4):
         yield
 
@@ -99,7 +99,7 @@ def test_a_hybrid_microbatch_at_full_size_is_exact(backend: str, window: int | N
 
 
 def test_bfloat16_has_kernels_of_its_own_where_the_processor_can() -> None:
-    """Else the tests below try the others twice."""
+    """Without them, the tests below would run the other kernels twice."""
     shard = KVShard((0, 1), 1, 16, 1, 16, torch.bfloat16, CPU)
     assert NumbaAttention().fits_simd(shard) == has_avx512_bf16()
 
@@ -129,7 +129,7 @@ def test_any_microbatch_in_bfloat16_is_as_exact_as_its_roundings(
     sinks: bool,
     seed: int,
 ) -> None:
-    """Weights and outputs are rounded to 8 bits, which errs by 2^-9 of the largest value at the most, each."""
+    """Weights and outputs are rounded to 8 bits, each with an error of at most 2^-9 of the largest value."""
     case = Case(extents, page_size, *heads, head_dim, torch.bfloat16, seed=seed, backend="numba")
     spec = spec_for(case, window=window, softcap=softcap, sinks=sinks)
     largest = max(float(value.abs().max()) for value in case.values)
@@ -143,7 +143,7 @@ def test_any_microbatch_in_bfloat16_is_as_exact_as_its_roundings(
 def test_decodes_in_bfloat16_begin_and_end_anywhere_in_a_page(
     group: int, head_dim: int, page_size: int, window: int | None
 ) -> None:
-    """Places that were never written hold NaN; so does the scratch of a kernel that has run before."""
+    """Unwritten places hold NaN. So does the scratch of a kernel that has run before."""
     extents = [(length, 1) for length in (0, 1, 2, 15, 16, 30, 31, 63, 64, 65, 200)]
     case = Case(extents, page_size, 2 * group, 2, head_dim, torch.bfloat16, backend="numba")
     spec = spec_for(case, window=window, sinks=group == 3, softcap=2.0 if group == 2 else None)
@@ -170,13 +170,13 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 """
 
 
-# All of what Skylake's servers have: a processor with some of it runs into an instruction that it does not know.
+# All features of Skylake's servers. A processor with only some of them would run into an unknown instruction.
 HAS_AVX512 = all(f" avx512{part}" in Path("/proc/cpuinfo").read_text() for part in ("f", "bw", "cd", "dq", "vl"))
 
 
 @pytest.mark.parametrize("cpu", ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.full)])
 def test_decodes_are_compiled_for_processors_without_bfloat16(cpu: str, tmp_path: Path) -> None:
-    """Only what such a processor lacks is left out: this one runs the code."""
+    """Only the features that such a processor lacks are left out: this processor runs the code."""
     if platform.machine() != "x86_64":
         pytest.skip("names of x86 processors")
     if cpu == "skylake-avx512" and not HAS_AVX512:
@@ -190,7 +190,7 @@ def test_decodes_are_compiled_for_processors_without_bfloat16(cpu: str, tmp_path
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("group", [1, 7])
 def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int) -> None:
-    """More rows than go through the keys together, more keys than a block, and a last tile that is not full."""
+    """The chunk exceeds the rows that share keys and the keys of a block. Its last tile is not full."""
     case = Case([(1500, 1000), (0, 5)], 32, group, 1, head_dim, torch.bfloat16, backend="numba")
     assert rows_at_once(7) < 1000 and BLOCK_KEYS < 1500
     spec = spec_for(case, window=1200, sinks=True)
@@ -201,7 +201,7 @@ def test_a_long_chunk_in_bfloat16_passes_every_border(group: int, head_dim: int)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
     ("dtype", "cuts"),
-    # In bfloat16 where the products are ours.
+    # In bfloat16 if the products are ours.
     [
         (torch.float32, (1, 2, 100, 1499, 1599)),
         pytest.param(
@@ -257,7 +257,7 @@ def test_large_scores_do_not_overflow(backend: str) -> None:
 
 @every_backend
 def test_a_key_outside_the_window_does_not_shift_the_softmax(backend: str) -> None:
-    """It lies in a page that is read, and its score is so large that beside it all others would be nothing."""
+    """The key is in a page that is read. Its score is so large that all others would vanish in the softmax."""
     case = Case([(20, 1)], 16, 4, 2, 8, backend=backend)
     case.keys[0][17] = 1000 * case.query[0, ::2]
     (span,) = case.inputs.spans
@@ -296,7 +296,7 @@ def test_bf16_is_about_as_good_as_the_attention_of_transformers(backend: str, st
         enable_gqa=True,
     )[0].transpose(0, 1)
     expected = case.expected(spec)
-    # Rounding the output alone is most of either error, and which of torch's kernels runs depends on the processor.
+    # Rounding the output causes most of either error. The processor decides which of torch's kernels runs.
     assert relative_error(case.run(spec), expected) <= 1.1 * relative_error(theirs, expected)
 
 
@@ -368,7 +368,7 @@ def test_decodes_are_split_by_keys_and_none_is_lost() -> None:
 
 @pytest.fixture
 def precisions() -> Iterator[list[str]]:
-    """The process's product precision, `ieee` before the test, and at each product while it runs."""
+    """Set the process's product precision to `ieee` before the test. Return its value at each product."""
     matmul = torch.backends.mkldnn.matmul
     before, bmm = matmul.fp32_precision, torch.bmm
     matmul.fp32_precision = "ieee"
@@ -413,7 +413,7 @@ def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> No
 
 
 def test_two_threads_inside_put_the_precision_back() -> None:
-    """The first one in leaves before the second one: what the second one found is not what was before."""
+    """The first thread to enter leaves before the second one. The value that the second one saw is not the original."""
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
@@ -433,7 +433,7 @@ def test_two_threads_inside_put_the_precision_back() -> None:
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 30])
 def test_kernels_keep_to_the_scratch_that_they_ask_for(head_dim: int, num_rows: int) -> None:
-    """What lies behind it is as it was."""
+    """The memory after the scratch is unchanged."""
     page_size, kv_heads, group, start = 16, 2, 3, 12
     num_pages = -(-(start + num_rows) // page_size)
     torch.manual_seed(num_rows)

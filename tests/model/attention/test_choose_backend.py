@@ -1,4 +1,4 @@
-"""Which attention backend a run gets, and what is said where the one that was asked for cannot be had."""
+"""The attention backend of a run, and the error if the requested one is not available."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Made:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """A machine with a GPU on which everything is installed and runs; by name, why a backend does not."""
+    """Simulate a GPU machine on which every backend runs. The dictionary maps a name to the reason that it does not."""
     broken: dict[str, str | None] = {}
     for name, multiple in (("triton", 16), ("flash", 256), ("varlen", 256)):
         known = dataclasses.replace(

@@ -1,7 +1,7 @@
-"""The backends that hand attention to libraries of FlashAttention, on doubles that take what those take and no more.
+"""The backends that call FlashAttention libraries, on doubles that accept only what the libraries accept.
 
-The doubles follow flash-attn 2.8 and torch 2.13: shapes, dtypes, the size of pages, bottom-right masks, and what is
-returned. Where a GPU has the libraries themselves, `bench gpu` compares their logits.
+The doubles follow flash-attn 2.8 and torch 2.13: shapes, dtypes, page sizes, bottom-right masks and return values. On a
+GPU with the libraries installed, `bench gpu` compares their logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model hub on loopback: one repository of the files in a directory, at one commit, and what was asked of it."""
+"""A model hub on loopback: one repository of a directory's files, at one commit, with a log of the requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ NAME, COMMIT = "someone/small-llama", "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One repository of the files in `directory`.
+    """A hub with one repository of the files in `directory`.
 
-    status: what it answers instead of 200. quiet: it takes requests and waits. gone: the commit that it lists first,
-    if its main branch moves after that. served: the files of which it has sent bytes, in order.
+    Args:
+        status: the response instead of 200.
+        quiet: accept requests and never answer.
+        gone: the commit listed first, if the main branch moves after that.
+        served: the files of which bytes were sent, in order.
     """
 
     directory: Path
@@ -83,7 +86,7 @@ def oid(file: Path) -> str:
 
 @contextmanager
 def serving(**kind: object) -> Iterator[str]:
-    """The address of a hub of that kind."""
+    """Yield the address of such a hub."""
     with ThreadingHTTPServer(("127.0.0.1", 0), type("ThisHub", (Hub,), kind)) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()

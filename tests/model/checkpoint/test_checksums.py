@@ -36,7 +36,7 @@ def write_notes(directory):
 
 
 def make_hub_cache(directory):
-    """The directory becomes a snapshot whose weight files are links to blobs named by their sums."""
+    """Turn the directory into a snapshot whose weight files are links to blobs named by their sums."""
     blobs = directory.parent / "blobs"
     blobs.mkdir()
     snapshot = directory.parent / "snapshots" / "main"

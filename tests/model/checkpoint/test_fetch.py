@@ -1,4 +1,4 @@
-"""Files are fetched from a Hub repository in order: config.json first, then what a run reads, and nothing else."""
+"""Files are fetched from a Hub repository in order: config.json first, then only the files that a run reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 }
 SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 SMALL = ["generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
-# Other files of repositories. Some engine has fetched each of them.
+# Other files of repositories. Other engines have fetched each of them.
 BESIDE = [
     "consolidated.safetensors",
     "model-00001-of-00001.safetensors",
@@ -52,7 +52,7 @@ def repository(directory: Path, *names: str, config: dict[str, Any] | None = Non
 
 
 def find(home: Path, endpoint: str, *, offline: str = "0", function: str = "find_model") -> tuple[int, str]:
-    """The exit code of a process that looks for the model, and the directory it found or the error."""
+    """Return the exit code of a process that looks for the model, and the directory it found or the error."""
     code = (
         "import sys\nfrom sarathi_pp.errors import SarathiError\n"
         f"from sarathi_pp.model.checkpoint.fetch import {function}\n"

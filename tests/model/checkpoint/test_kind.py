@@ -1,4 +1,4 @@
-"""Wrong kinds of models, made as the tools that publish them lay them out: each is named as what it is."""
+"""Wrong kinds of models, in the layout of the tools that publish them: the error names the kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LLAMA: dict[str, Any] = {
 BASE = {"config.json": LLAMA, "model.safetensors": b"weights"}
 ADAPTER = {"adapter_config.json": {"base_model_name_or_path": "some/base"}, "adapter_model.safetensors": b""}
 
-# Its files; the error; what its message says.
+# Its files; the error; the error's text.
 KINDS: dict[str, tuple[dict[str, Any], type[SarathiError], tuple[str, ...]]] = {
     "an empty folder": ({}, MissingError, ("is empty",)),
     "gguf": ({"model-q4.gguf": b"GGUF"}, UnsupportedModelError, ("GGUF", "model-q4.gguf", "safetensors")),
@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[dict[str, Any], type[SarathiError], tuple[str, ...]]] = {
     "something else": ({"notes.txt": b"hello"}, MissingError, ("config.json is not there",)),
 }
 
-# architectures, further keys of config.json; what the message says.
+# architectures, further keys of config.json; the message's text.
 CLASSES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "encoder": ("BertModel", {"model_type": "bert"}, ("without an LM head", "doctor --models")),
     "masked": ("RobertaForMaskedLM", {"model_type": "roberta"}, ("an encoder",)),
@@ -98,7 +98,7 @@ def test_a_folder_of_another_kind_is_named(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", KINDS)
 def test_the_names_of_a_repository_are_enough(case: str, tmp_path: Path) -> None:
-    """Before a weight file is there."""
+    """The check works before a weight file is there."""
     files, kind, _ = KINDS[case]
     lay_out(tmp_path, {name: content for name, content in files.items() if name.endswith("config.json")})
     with pytest.raises(kind):

@@ -1,4 +1,4 @@
-"""A config.json with a wrong value runs as transformers runs it, or is refused with the file, the key and the value."""
+"""A config.json with a wrong value runs as in transformers, or the error names the file, key and value."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.model.families import FAMILIES, write_checkpoint
 from tests.model.test_stage_model import relative_error, run_schedule
 
 CPU = torch.device("cpu")
-# Wrong for most keys, right for some. None larger: transformers would allocate what it asks for.
+# These are wrong for most keys, right for some. None is larger: transformers would allocate that much memory.
 VALUES: tuple[object, ...] = ("x", "1e-6", "false", -1, 0, 1, 1.5, 70, True, None, [], {}, [1], {"a": 1})
 _GONE = object()
 
 
 def mutations(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every key with every other value, and the keys of its rope parameters too, or without them."""
+    """Yield every key with every other value, and the keys of its rope parameters too, or without them."""
     for key in values:
         if key in ("architectures", "model_type"):
             continue
@@ -73,7 +73,7 @@ def test_a_wrong_value_is_named_or_changes_nothing(family: str, tmp_path: Path) 
             stage = load(tmp_path, facts)
         except SarathiError as error:
             assert error.exit_code in (2, 65, 66), (key, values[key], error)
-            # A size, a bias or a rule that other weights would fit shows in the weights alone.
+            # If other weights would fit a size, a bias or a rule, only the weights show the difference.
             named = str(file) in str(error) and (key in str(error) or "layer_types" in str(error))
             assert named or "config.json" in str(error) or error.exit_code == 66, (key, values[key], error)
             continue

@@ -36,7 +36,10 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes a model of one tensor with LLAMA's config.json, keys changed, or left out where None."""
+    """Return a writer for a model of one tensor with LLAMA's config.json.
+
+    It changes keys, and drops those that are None.
+    """
 
     def write(**changed: Any) -> Path:
         config = {key: value for key, value in (LLAMA | changed).items() if value is not None}
@@ -94,7 +97,7 @@ def test_facts_of_a_saved_model(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """A config.json with nothing that has a default, and one with the optional counts set to null."""
+    """One config.json has no key that has a default. Another has the optional counts set to null."""
     known = SUPPORTED[architecture(family)]
     sizes = {
         known.keys.get(key, key): value

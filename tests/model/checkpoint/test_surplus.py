@@ -1,4 +1,4 @@
-"""Tensors that decide nothing are left aside with a note; anything else without a place stays an error."""
+"""Tensors without effect are ignored with a note. Any other tensor without a place is still an error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_could_decide_something_is_an_error(name: str, llama: tuple[Path, A
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_that_a_family_computes_with_is_surplus(family: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
-    """Under the names in the library and those in files."""
+    """The names are those of the library and those of files."""
     model = write_checkpoint(family, tmp_path)
     entry = next(iter(open_checkpoint(tmp_path).tensors.values()))
     stored = open_checkpoint(tmp_path).tensors
@@ -96,7 +96,7 @@ def test_nothing_that_a_family_computes_with_is_surplus(family: str, llama: tupl
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I32", "U8", "F4", "X99"])
 def test_a_weight_of_another_type_is_named_with_it(dtype: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
-    """Of a type that is known or not."""
+    """The type may be known or unknown."""
     num_bytes = {"I32": 8}.get(dtype, 2)
     name = f"{LAYERS}.q_proj.weight"
     described = {

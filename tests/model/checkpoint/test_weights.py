@@ -1,4 +1,4 @@
-"""What a checkpoint's files may look like, and that reading them gives what safetensors itself reads."""
+"""Valid layouts of a checkpoint's files. Reading them gives the same tensors as safetensors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ KEYS = [
         ((0, 2), False, {0, 1}),
         ((2, 10), True, set()),
         ((10, 11), False, {2}),
-        ((10, 12), False, {2, 3, 4, 5}),  # 12 is past the end: the loader is to complain of it
+        ((10, 12), False, {2, 3, 4, 5}),  # 12 is past the end: the loader must raise
         ((10, 12), True, {0, 2, 3, 4, 5}),
         ((0, 12), True, {0, 1, 2, 3, 4, 5}),
     ],
@@ -252,7 +252,7 @@ def test_a_corrupt_file_is_named(content: bytes, message: str, tmp_path: Path) -
 def test_no_damage_to_a_header_gets_through(
     cut: int, flip: tuple[int, int] | None, damaged: Callable[[bytes], Path]
 ) -> None:
-    """Cut anywhere, or one byte changed anywhere: an error of ours, or tensors that lie inside the file."""
+    """The file is cut anywhere, or one byte is changed. The result is our error, or tensors inside the file."""
     content = bytearray(GOOD)
     if flip is not None:
         content[flip[0] % len(content)] ^= flip[1]

@@ -1,4 +1,4 @@
-"""A base model without transformers' own forward: the same bits, which families have it, and cached angles."""
+"""A base model without transformers' own forward: the same bits, the supported families, and cached angles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 16
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
 WITH_BARE_MODEL = LIKE_LLAMA | {"cohere", "glm4", "olmo2", "phi3", "smollm3"}
-# Which fill the registers of fused kernels.
+# These fill the registers of fused kernels.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 # Two sequences, one after the other and together: starts and counts of each.
 MICROBATCHES = [[(0, 7)], [(7, 1), (0, 20)], [(8, 1), (20, 1)], [(9, 5), (21, 1)]]
@@ -43,7 +43,7 @@ def checkpoint(directory: Path, family: str, **changed: Any) -> Path:
 
 
 def run(stages: list[StageModel], dtype: torch.dtype) -> list[Tensor]:
-    """What each microbatch gives, through all stages, with the head's rows of the last one by themselves."""
+    """Return the outputs of each microbatch after all stages, and the last one's head rows separately."""
     config = stages[0].module.config
     kv_heads = config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -96,7 +96,7 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
 @pytest.mark.oldest
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(family, tmp_path):
-    """Not where logits are scaled or capped, and not of models that nobody has looked at."""
+    """This is false if logits are scaled or capped, and for models that were not reviewed."""
     module = load_lm_head(checkpoint(tmp_path, family), torch.float32, CPU).module
     assert (bare_lm_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
 
@@ -130,7 +130,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("head_dim", "kind"), [*((64, kind) for kind in KINDS), (32, {}), (96, {}), (128, {})])
 def test_angles_looked_up_are_those_computed(head_dim, kind, dtype, threads):
-    """In any order and with any number of threads; the table grows after 4,096."""
+    """The order and the number of threads may vary. The table grows after 4,096."""
     model = rotary(head_dim, **kind)
     assert RotaryCache.fits(model)
     cache, like = RotaryCache(model), torch.zeros(1, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A stage's layers in one compiled call: the bits are those of the layers one by one, and some stages go without."""
+"""A stage's layers in one compiled call: the bits equal those of separate layers, and some stages do without."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.model.families import FAMILIES, build_model
 
 pytestmark = [
     pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here"),
-    pytest.mark.timeout(600),  # compiling takes long where many do
+    pytest.mark.timeout(600),  # compiling is slow for many layers
 ]
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_EACH, SEQUENCES = 16, 6, 4
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
-# Rounds of a run; of each which sequence gets how many tokens more.
+# Rounds of a run: for each sequence, the number of additional tokens.
 rounds = st.lists(
     st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(1, 24)), min_size=1, unique_by=lambda one: one[0]),
     min_size=1,
@@ -64,7 +64,7 @@ def make(family: str, **changed: Any) -> Any:
 
 
 def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba") -> list[Tensor]:
-    """What comes out of each round, and the keys and values that were written."""
+    """Return the outputs of each round, and the keys and values that were written."""
     config = model.config
     layers = config.num_hidden_layers
     windows = layer_windows(config, SUPPORTED[type(model).__name__])
@@ -77,7 +77,7 @@ def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba")
     for tokens in rounds:
         spans = []
         for sequence, count in tokens:
-            # Pages lie scattered, those of one sequence in no order.
+            # Pages are scattered, and those of one sequence are in random order.
             pages = [(7 * (sequence * PAGES_EACH + page) + 5) % (SEQUENCES * PAGES_EACH) for page in range(PAGES_EACH)]
             count = min(count, PAGES_EACH * PAGE_SIZE - seen[sequence])
             if count:
@@ -105,7 +105,7 @@ WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermedi
 
 @pytest.mark.parametrize("family", LIKE_LLAMA)
 def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
-    """Not where a token of it is left alone either, which would else go by the decodes' kernel."""
+    """This includes a single leftover token, which the decodes' kernel would otherwise compute."""
     compiled = pair(family, **WIDE)[1]
     config, length = compiled.config, PAGES_EACH * PAGE_SIZE
     windows = layer_windows(config, SUPPORTED[type(compiled).__name__])
@@ -130,7 +130,7 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
 @given(rounds)
 @settings(max_examples=25, deadline=None)
 def test_no_bit_differs_from_the_layers_one_by_one(family, changed, rounds):
-    """Of heads of either width in one process, and of rows long enough for sums to be made in several orders."""
+    """Heads of both widths run in one process, with rows long enough for sums in several orders."""
     one_by_one, compiled = pair(family, **changed)
     first, second = run(one_by_one, rounds), run(compiled, rounds)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -148,7 +148,7 @@ def test_a_token_that_is_not_finite_stays_so_and_spoils_no_other_sequence():
         broken = run(model, tokens)
     finally:
         weight[:] = before
-    others = torch.arange(model.config.vocab_size) != ids[0]  # where the head is the embedding, that logit is NaN
+    others = torch.arange(model.config.vocab_size) != ids[0]  # if the head is the embedding, that logit is NaN
     assert bool(broken[0][:5].isnan().all())
     assert torch.equal(broken[0][5:, others], clean[0][5:, others])
 

@@ -1,4 +1,4 @@
-"""Packed linear layers: right to the last rounding, and the same for a row whatever rows are beside it."""
+"""Packed linear layers: right to the last rounding, and a row's result is independent of the other rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sarathi_pp.model.fuse.packed_linear import (
 needs_gemm = pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
 needs_onednn = pytest.mark.skipif(not has_onednn(), reason="this processor or torch has no packed bfloat16 products")
 
-# Around every height of a tile and every change of its shape.
+# Sizes around every height of a tile and every change of its shape.
 ROWS = [0, 1, 3, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 28, 29, 33, 56, 57, 85, 112, 113, 120, 125, 256, 300]
 
 
@@ -48,7 +48,7 @@ def test_any_number_of_rows_is_summed_in_float32_and_rounded_once(
     y = PackedLinear(linear)(x)
     assert y.shape == (1, rows, outputs) and y.dtype == torch.bfloat16 and y.is_contiguous()
     expected = exact(linear, x)
-    # Half of the last of 8 bits, and what summing in float32 may err.
+    # Half of the last of 8 bits, and the error of summing in float32.
     allowed = expected.abs() * 2**-8 + 1e-5 * (x.double().abs() @ linear.weight.double().abs().T) + 1e-30
     assert bool(((y.double() - expected).abs() <= allowed).all())
 
@@ -67,7 +67,7 @@ def test_neither_batch_mates_nor_tiles_change_a_bit(most_high_rows: int) -> None
 
 
 class Times:
-    """A clock on which a call of a layer takes what its tiles are said to take."""
+    """A clock on which a layer's call takes the time assigned to its tiles."""
 
     def __init__(self, slower_above: int, disturbed_rows: int = 0) -> None:
         self.slower_above = slower_above

@@ -1,4 +1,4 @@
-"""Fusions of a whole stage: what they apply to, and that every rounding stays where the model has it."""
+"""Fusions of a whole stage: their targets, and every rounding at the same place as in the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ needs_either = pytest.mark.skipif(not has_gemm() and not has_onednn(), reason="n
 
 
 class Mlp(nn.Module):
-    """Llama's, with its code, under another name."""
+    """Llama's MLP, with its code, under another name."""
 
     def __init__(self, hidden: int, width: int, activation: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,10 @@ def shard(layers: int, kv_heads: int, head_dim: int) -> KVShard:
 
 
 def wide_heads(family: str) -> Any:
-    """The family's model, with heads wide enough for a pass over whole registers where their width can be set."""
+    """Return the family's model.
+
+    If its head width can be set, heads are wide enough for a pass over whole registers.
+    """
     config = FAMILIES[family]()
     if hasattr(config, "head_dim") or family in ("qwen2", "granite", "qwen2_moe"):
         config.head_dim = 32
@@ -78,7 +81,7 @@ def wide_heads(family: str) -> Any:
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
-    """Of (1, 37) token ids, in two chunks and a decode."""
+    """Return the logits of (1, 37) token ids, in two chunks and a decode."""
     model.set_attn_implementation(PAGED)
     config, layers = model.config, model.config.num_hidden_layers
     windows = layer_windows(config, SUPPORTED[type(model).__name__])
@@ -100,7 +103,7 @@ def test_a_gated_mlp_gives_the_bits_of_its_parts(rows: int) -> None:
     torch.manual_seed(rows)
     mlp = Mlp(64, 160, nn.SiLU())
     x = 20 * torch.randn(1, rows, 64).bfloat16()
-    x[0, 0, 0] = 3e4  # gates beyond what exp takes, both ways
+    x[0, 0, 0] = 3e4  # gates outside exp's range, both ways
     parts = copy.deepcopy(mlp)
     for name in ("gate_proj", "up_proj", "down_proj"):
         setattr(parts, name, PackedLinear(getattr(mlp, name)))
@@ -128,7 +131,7 @@ def test_a_norm_gives_the_bits_of_llamas(rows: int, width: int) -> None:
         norm.weight.normal_()
         x = torch.randn(1, rows, width).bfloat16() * torch.logspace(-3, 3, rows)[:, None].bfloat16()
         ours, theirs = fused(norm)(x), norm(x)
-        # The mean is summed in another order: here and there the last of 8 bits differs.
+        # The mean is summed in another order: sometimes the last of 8 bits differs.
         assert torch.allclose(ours.float(), theirs.float(), rtol=2**-7, atol=0)
         assert float((ours == theirs).float().mean()) > 0.99
 
@@ -145,7 +148,7 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 
 
 def llama_layer(family: str, head_dim: int, **changed: Any) -> tuple[Any, Any]:
-    """A layer of a bfloat16 model with attention over pages, and what makes its cosines and sines."""
+    """Return a layer of a bfloat16 model with attention over pages, and the module of its cosines and sines."""
     torch.manual_seed(head_dim)
     config = FAMILIES[family]()
     config.update(LLAMA | {"head_dim": head_dim, "attention_bias": True} | changed)
@@ -172,7 +175,7 @@ MICROBATCHES = ((Span(0, 70, (3, 5, 1, 0, 4)), Span(0, 1, (2,))), (Span(70, 1, (
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_a_layer_gives_the_bits_of_its_parts(family: str, head_dim: int, backend: str) -> None:
-    """Those are Llama's code around our own products and norms, and attention through transformers' interface."""
+    """The parts are Llama's code with our own products and norms, and attention through transformers' interface."""
     layer, rotary = llama_layer(family, head_dim, rms_norm_eps=1e-2)
     ours, parts = fused(layer), copy.deepcopy(layer)
     assert type(ours) is Block and type(ours.self_attn) is RotaryAttention
@@ -238,7 +241,7 @@ def test_what_does_not_fit_a_layer_is_refused_and_not_read_beyond_its_end() -> N
 
 @needs_gemm
 def test_attention_that_rotates_otherwise_is_left_alone() -> None:
-    """Glm4's forward is Llama's, and what it calls is not."""
+    """Glm4's forward is Llama's, but the functions that it calls differ."""
     for family in ("glm4", "smollm3"):
         model = wide_heads(family).to(torch.bfloat16)
         fuse(model)
@@ -303,7 +306,7 @@ def test_threads_change_no_bit(num_threads: int) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @torch.inference_mode()
 def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to float32 as unfused, whose roundings are as many."""
+    """The result is as near to float32 as the unfused one, which has the same number of roundings."""
     if not ours:
         for module in (packed_linear, fuse_module):
             monkeypatch.setattr(module, "has_gemm", lambda: False)
@@ -312,7 +315,7 @@ def test_every_family_computes_what_it_did(family: str, ours: bool, monkeypatch:
     faster = copy.deepcopy(plain)
     assert fuse(faster) >= sum(type(m) is nn.Linear for m in plain.modules()) // 3
     assert sum(type(m) is nn.Linear for m in faster.modules()) <= 1, "all but a tied head"
-    # Those of gpt2 are no nn.Linear, and its head is tied.
+    # gpt2's layers are no nn.Linear, and its head is tied.
     assert any(isinstance(m, PackedLinear) for m in faster.modules()) == (ours and family != "gpt2")
     ids = torch.arange(3, 40)[None]
     target = exact(ids).logits

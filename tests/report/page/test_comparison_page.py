@@ -9,7 +9,7 @@ from tests.report.page.test_run_page import CAUSES, HOSTILE, SCRIPT, data_of, ru
 
 
 def compared(*changes: dict[str, Any]) -> str:
-    """A page of runs, each a second per microbatch slower than the one before."""
+    """Make a page of runs, each slower than the one before by one second per microbatch."""
     parts = [
         run_of(Schedule(8, 2, constant(1.0 + n)).events(), f"run{n}", causes=CAUSES, **change)
         for n, change in enumerate(changes)

@@ -43,7 +43,7 @@ def page_of(part: PagePart) -> str:
 
 
 def text_of(page: str) -> str:
-    """What a reader sees who has no scripts, no styles, no tags and no plots."""
+    """Return the text that a reader sees without scripts, styles, tags and plots."""
     body = page[page.index("<body>") :]
     return " ".join(unescape(re.sub(r"<svg.*?</svg>|<[^>]*>", " ", SCRIPT.sub("", body), flags=re.DOTALL)).split())
 
@@ -62,7 +62,7 @@ def leaves(value: object) -> Iterator[object]:
 
 
 def made_unique(report: Report) -> Report:
-    """The same report with every figure another one, none equal to any that the timeline holds."""
+    """Return the same report with every figure changed, none equal to any figure of the timeline."""
     counter = iter(range(1, 10_000))
 
     def renumber(value: object) -> object:
@@ -91,7 +91,7 @@ def ways_to_print(value: object) -> set[str]:
 
 
 def shares_of(report: Report) -> list[float]:
-    """The shares that a page computes itself: busy time, causes of the bubble, what advice saves."""
+    """Return the shares that a page computes itself: busy time, causes of the bubble, and the savings of advice."""
     idle_s = sum(report["causes"].values())
     gains = [one["gain_s"] / report["wall_s"] for one in report["advice"]]
     return [1 - report["bubble_ratio"], *(seconds / idle_s for seconds in report["causes"].values()), *gains]

@@ -30,7 +30,7 @@ def integers(block: str) -> list[int]:
 
 
 def spans_in(data: dict[str, Any]) -> list[list[tuple[float, float]]]:
-    """What page.js makes of the blocks: begin and end of every span, by stage."""
+    """Decode the blocks as page.js does: start and end of every span, by stage."""
     found: list[list[tuple[float, float]]] = []
     for stage in data["stages"]:
         ticks, read = 0, []
@@ -94,7 +94,7 @@ def test_more_tokens_than_any_microbatch_has_are_damage() -> None:
 
 def test_spans_know_what_ran_in_them() -> None:
     traces = Schedule(6, 2, constant(0.5)).events()
-    # The trace of an issue is lost: its span stays, and says that it is not known.
+    # The trace of an issue is lost: its span stays, and is marked as unknown.
     traces[0] = [event for event in traces[0] if getattr(event, "text", "") != "m2[s2:0+10]"]
     timeline = Timeline.read(traces)
     data = spans(timeline, measure_bubbles(timeline))

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.analysis.replicas import figures
+from sarathi_pp.analysis.replicas import Replica, summarise_replicas
+from sarathi_pp.analysis.summary import read_timeline
 from sarathi_pp.config import RunConfig, SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import ControlPlane
@@ -67,7 +68,8 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
         engine.close()
     finished = rank.finish()
     if finished is not None:
-        finished.keep(figures(finished.traces, finished.facts))
+        replicas = [Replica.fold(read_timeline(traces)) for traces in finished.traces]
+        finished.keep([summarise_replicas(replicas) | dict(finished.facts)])
     return [list(sink.completions[index].token_ids) for index in sorted(sink.completions)]
 
 

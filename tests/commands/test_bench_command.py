@@ -50,7 +50,7 @@ def test_the_document_says_what_machine_and_what_floor(benched: tuple[dict[str, 
 def test_people_are_told_each_run_and_the_table(benched: tuple[dict[str, Any], str, Path]) -> None:
     _, said, _ = benched
     assert "round 1  sarathi 16, 2 stages: " in said and "steady bubble" in said
-    assert "round 1  transformers: " in said and "of floor" in said
+    assert "round 1  transformers: " in said and "floor, " in said
 
 
 @pytest.mark.parametrize(

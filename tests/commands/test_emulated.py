@@ -122,7 +122,7 @@ def test_an_edges_added_latency_is_waited_for_and_is_communication(tmp_path):
         (*command, "--stages", "1", "--overwrite"), cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "adds latency to the edges of 2 stages, and there are 1; use as many" in " ".join(done.stderr.split())
+    assert "adds latency to the edges of 2 stages, but there are 1" in " ".join(done.stderr.split())
 
 
 def test_a_run_without_a_model_does_not_take_the_seconds_of_importing_transformers():

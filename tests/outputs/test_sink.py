@@ -13,7 +13,7 @@ from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.inputs.row import Form, Row
 from sarathi_pp.outputs.journal import Journal, Start, read_done
-from sarathi_pp.outputs.sink import FileSink, MemorySink, OutputClosedError, Sink, check_output, encode_line
+from sarathi_pp.outputs.sink import FileSink, OutputClosedError, check_output, encode_line
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 from tests.machine import patient
@@ -357,19 +357,6 @@ def test_an_error_of_the_writer_thread_is_raised_by_the_caller(tmp_path):
     with pytest.raises(RuntimeError, match="the tokenizer is broken"):
         sink.close()
     sink.close()
-
-
-def test_rows_in_memory_have_the_same_interface():
-    sink = MemorySink(LETTERS)
-    surface: Sink = sink
-    row, completion = ended()
-    surface.finish(row, completion, {"ttft_s": 1.0})
-    surface.fail(row, RowError("x", "y"))
-    surface.close()
-    assert [(end.row, end.text, end.error and end.error.code) for end in sink.finished] == [
-        (row, "bc", None),
-        (row, None, "x"),
-    ]
 
 
 def test_what_a_later_start_has_taken_over_is_a_lost_peer_and_no_full_disk(tmp_path, monkeypatch):

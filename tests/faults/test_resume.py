@@ -344,7 +344,7 @@ def test_a_stream_cannot_be_resumed(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--resume", "--overwrite"), "give one of them"),
+        (("--resume", "--overwrite"), "give only one of them"),
         (("--retry-errors",), "give --resume too"),
         (("--force",), "give --resume too"),
     ],

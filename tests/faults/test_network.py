@@ -53,9 +53,9 @@ class Ranks:
     processes: list[subprocess.Popen[str]]
     began_s: float
 
-    def end(self, timeout_s: float = 150) -> list[str]:
+    def end(self, timeout_s: float = 100) -> list[str]:
         """Return the output of each rank at its end."""
-        return [process.communicate(timeout=timeout_s)[1] for process in self.processes]
+        return [process.communicate(timeout=patient(timeout_s))[1] for process in self.processes]
 
     @property
     def codes(self) -> list[int]:

@@ -180,7 +180,7 @@ class PeerRun:
 
 
 def _answer_of(line: str) -> dict[str, Any] | None:
-    """Parse the answer that a peer's program prints. Return None for any other line."""
+    """Parse the JSON line in which another engine's program prints its result. Return None for any other line."""
     try:
         found = json.loads(line)
     except ValueError:

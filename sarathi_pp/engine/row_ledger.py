@@ -108,9 +108,10 @@ class RowLedger:
         self._queue.clear()
 
     def start_writing(self, replica: int, index: int, num_output_tokens: int) -> Row | None:
-        """Return the input line of a request that has ended; None if the replica does not hold it.
+        """Return the input line of a request that has ended, to write its answer.
 
-        From now on no other replica can get it. Call `end_writing` after it is in the sink.
+        From now on the line is given to no other replica, even if this one is lost. Call `end_writing` after the answer
+        is in the sink. None if the replica does not hold that request.
         """
         if not self._balancer.holds(replica, index):
             return None

@@ -20,7 +20,8 @@ from sarathi_pp.wire.codec import Envelope, Fragment, Frame, HeadFrame, MicroBat
 class Payloads:
     """The activations that an edge carries: up to max_tokens rows of row_shape, on this rank's device.
 
-    On an edge of texts, this is the largest fragment. If only frames travel, rows are empty.
+    On an edge that carries texts (byte_stream.py), max_tokens is the size of the largest fragment, in bytes. On an edge
+    that carries only frames, it is 0.
     """
 
     max_tokens: int

@@ -39,7 +39,7 @@ def shared_bytes(blocks: Blocks, head_dim: int, itemsize: int, *, has_many: bool
 
 @cache
 def num_stages(blocks: Blocks, head_dim: int, itemsize: int, has_many: bool, device: torch.device) -> int:
-    """Return the number of stages, which is as large as the device allows."""
+    """Return the blocks that attention loads ahead (Triton's num_stages): the most that the device allows."""
     if device.type != "cuda":
         return NUM_STAGES
     room, generation = _shared_memory(device)

@@ -18,7 +18,7 @@ from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 
 
 def describe_tensors(directory: Path) -> Checkpoint:
-    """Return the tensors of a checkpoint with this config.json. They are stored in no file.
+    """Return the tensors that a model with this config.json has. No weights are read.
 
     A tensor that two modules share is listed once, under its first name.
 

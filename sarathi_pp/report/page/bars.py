@@ -40,7 +40,7 @@ def _cause_row(key: str, causes: Sequence[Mapping[str, float]], largest: float) 
 
 
 def stage_bars(report: Mapping[str, Any]) -> str:
-    """Return a stacked bar per stage, from compute to no work, with the legend of the colours."""
+    """Return HTML: a stacked bar per stage with its seconds in each state, and a legend of the colours."""
     rows = []
     for stage in report["per_stage"]:
         whole = sum(stage[key] for key in STATES)

@@ -60,7 +60,7 @@ def test_a_gloo_run_and_its_simulation_agree(policy: str, tmp_path: Path) -> Non
 
 
 def test_replicas_of_a_gloo_run_and_of_its_simulation_agree(tmp_path: Path) -> None:
-    """Of 16 requests each replica holds 6 at first; it gets the others as those end."""
+    """Each replica holds 6 of the 16 requests at first. It gets the others when these end."""
     workload = parse_workload("fixed:n=16,prompt=48,output=4")
     path = write_profile(tmp_path / "profile.json", 2, **COSTS)
     seats = {"chunk_size": 48, "max_num_seqs": 3}

@@ -69,6 +69,13 @@ class _Live:
     row: Row
     stop_checker: StopChecker | None
     times: TokenTimes = field(default_factory=TokenTimes)
+    prompt_computed: int = 0
+
+    def chunk_came(self, end: int) -> int:
+        """Return the prompt tokens that are new in a chunk with this end. A recomputed chunk has none."""
+        before = self.prompt_computed
+        self.prompt_computed = max(before, min(end, self.row.num_prompt_tokens))
+        return self.prompt_computed - before
 
 
 class Engine:
@@ -121,7 +128,7 @@ class Engine:
         self._started_s = clock.now()
         self._reported_s = self._started_s
         self._requests_seen = self._requests_done = self._requests_failed = self._chunks_done = 0
-        self._prompt_tokens = self._output_tokens = 0
+        self._prompt_tokens = self._output_tokens = self._tokens_computed = 0
         self._stage_compute_s = (0.0,) * limits.num_stages
         self._reported_compute_s = self._stage_compute_s
         self._first_issue_s = math.inf
@@ -321,9 +328,18 @@ class Engine:
         finally:
             message.release()
         assert microbatch is not None, "a result without one was refused"
-        self._chunks_done += sum(not chunk.decode for chunk in microbatch.chunks)
+        self._count_prompt(microbatch)
         # If it came while an earlier LM head was computed, it counts from the end of that LM head.
         return self._complete(result, head_s, max(arrived_s, self._last_result_s))
+
+    def _count_prompt(self, microbatch: MicroBatch) -> None:
+        """Count the chunks of a microbatch whose result is back, and their prompt tokens."""
+        for chunk in microbatch.chunks:
+            if chunk.decode:
+                break  # prompts come first
+            self._chunks_done += 1
+            if (live := self._live.get(chunk.sequence)) is not None:
+                self._tokens_computed += live.chunk_came(chunk.end)
 
     def _compute_head(
         self, frame: HeadFrame, microbatch: MicroBatch | None, message: Message[Tensor]
@@ -360,6 +376,7 @@ class Engine:
         """
         live = self._live[request.index]
         live.times.token_came(self._token_s)
+        self._tokens_computed += 1
         return live.stop_checker is not None and live.stop_checker.push(token_id)
 
     def _finish(self, completion: Completion, at_s: float, sink: Sink) -> None:
@@ -408,6 +425,7 @@ class Engine:
                 waiting=self._coordinator.num_waiting,
                 prompt_tokens=self._prompt_tokens,
                 output_tokens=self._output_tokens,
+                tokens_computed=self._tokens_computed,
                 chunks_done=self._chunks_done,
                 stage_busy=tuple(min(1.0, seconds / since_s) if since_s > 0 else 0.0 for seconds in computed_s),
                 stage_compute_s=self._stage_compute_s,

@@ -20,6 +20,8 @@ class Progress:
         stage_busy: per stage, the share (0 to 1) of the time since the last report in which it computed.
         stage_compute_s: per stage, the compute time of all microbatches whose times are back.
         window_s: time from the first issue to the last result so far; 0 before the first result.
+        tokens_computed: prompt and output tokens of results that are back, each counted once, also if it was computed
+            again after a preemption. Unlike prompt_tokens and output_tokens, it counts unfinished requests.
         kv_fragmentation: 1 - tokens held / room in the pages held, at this moment; None if no page is held.
     """
 
@@ -30,6 +32,7 @@ class Progress:
     waiting: int
     prompt_tokens: int
     output_tokens: int
+    tokens_computed: int
     chunks_done: int
     stage_busy: tuple[float, ...]
     stage_compute_s: tuple[float, ...]
@@ -48,6 +51,7 @@ class Progress:
             waiting=0,
             prompt_tokens=0,
             output_tokens=0,
+            tokens_computed=0,
             chunks_done=0,
             stage_busy=zeros,
             stage_compute_s=zeros,
@@ -67,6 +71,7 @@ class Progress:
             waiting=sum(one.waiting for one in replicas),
             prompt_tokens=sum(one.prompt_tokens for one in replicas),
             output_tokens=sum(one.output_tokens for one in replicas),
+            tokens_computed=sum(one.tokens_computed for one in replicas),
             chunks_done=sum(one.chunks_done for one in replicas),
             stage_busy=tuple(share for one in replicas for share in one.stage_busy),
             stage_compute_s=tuple(seconds for one in replicas for seconds in one.stage_compute_s),
@@ -76,7 +81,8 @@ class Progress:
 
     def since(self, earlier: Progress) -> Progress:
         """Return the progress from an earlier moment of the same run until now."""
-        counts = ("requests_done", "requests_failed", "prompt_tokens", "output_tokens", "chunks_done", "elapsed_s")
+        tokens = ("prompt_tokens", "output_tokens", "tokens_computed")
+        counts = ("requests_done", "requests_failed", *tokens, "chunks_done", "elapsed_s")
         computed_s = zip(self.stage_compute_s, earlier.stage_compute_s, strict=True)
         elapsed_s = self.elapsed_s - earlier.elapsed_s
         return replace(
@@ -88,8 +94,7 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float:
-        tokens = self.prompt_tokens + self.output_tokens
-        return tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return self.tokens_computed / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
     def chunk_throughput(self) -> float:

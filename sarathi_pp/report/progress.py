@@ -1,8 +1,9 @@
 """The progress of a run: a live display on a terminal, a text for a status line elsewhere.
 
-    1,412 of 3,000 (47%), 2 failed, 31 running  4,271 tokens/s  stages 97% 95% busy  bubble 3.9%  6 min left
+    1,412 of 3,000 (47%), 2 failed, 31 running  4,271 tokens/s  stages now 97% 95% busy  bubble so far 3.9%  6 min left
 
-"busy" is the share of the last moments in which each stage computed. The bubble is that of the run so far.
+"busy" is the share of the last moments in which each stage computed. Tokens per second and the bubble are those of the
+whole run so far, so the bubble contains the time in which the pipeline filled.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ProgressDisplay:
         progress = self._last
         if progress is None:
             return ""
-        parts = [self._headline(progress).plain, f"stages {_shares(progress.stage_busy)} busy"]
+        parts = [self._headline(progress).plain, f"stages now {_shares(progress.stage_busy)} busy"]
         return "  ".join([*parts, *self._bubble_and_time(progress)])
 
     def update(self, progress: Progress) -> None:
@@ -81,7 +82,7 @@ class ProgressDisplay:
         if self._total:
             bars.add_row("requests", _bar(self._ended(progress) / self._total), f"{progress.elapsed_s:.0f} s")
         for stage, share in enumerate(progress.stage_busy):
-            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy")
+            bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy now")
         line = self._headline(progress)
         for part in self._bubble_and_time(progress):
             line.append(f"  {part}")
@@ -101,7 +102,7 @@ class ProgressDisplay:
         return self._done_before + progress.requests_done + progress.requests_failed
 
     def _bubble_and_time(self, progress: Progress) -> list[str]:
-        bubble = [f"bubble {mean(progress.bubble_ratios):.1%}"] if progress.bubble_ratios else []
+        bubble = [f"bubble so far {mean(progress.bubble_ratios):.1%}"] if progress.bubble_ratios else []
         ended_now = progress.requests_done + progress.requests_failed
         if not self._total or not ended_now:
             return bubble

@@ -41,11 +41,13 @@ class OneSecondPipeline:
         self._results.close()
 
 
-def reports(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0) -> list[Progress]:
-    """Return the reports of one request, cut into chunks of 4 tokens on pages of 4."""
+def reports(
+    prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0, *, requests: int = 1, num_pages: int = 16
+) -> list[Progress]:
+    """Return the reports of equal requests, cut into chunks of 4 tokens on pages of 4."""
     clock = ManualClock()
     results = QueueChannel(clock, 4)
-    limits = Limits(2, 4, 8, 64, 4, 16, 1)
+    limits = Limits(2, 4, 8, 64, 4, num_pages, 1)
     seen: list[Progress] = []
     engine = Engine(
         limits,
@@ -60,8 +62,8 @@ def reports(prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0)
     )
     clock.sleep(issue_after_s)
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
-    request = Request(0, tuple(range(prompt_tokens)), params, clock.now())
-    engine.run(ListSource([Row(1, 0, "own", request)]), ListSink())
+    made = (Request(index, tuple(range(prompt_tokens)), params, clock.now()) for index in range(requests))
+    engine.run(ListSource([Row(1 + request.index, request.index, "own", request) for request in made]), ListSink())
     engine.close()
     return seen
 
@@ -74,6 +76,19 @@ def test_chunks_compute_and_fragmentation_are_those_of_what_came_back() -> None:
     wasted = [seen.kv_fragmentation for seen in results]
     assert wasted[:4] == pytest.approx([0.0, 0.0, 1 - 10 / 12, 1 - 11 / 12]) and wasted[4] is None
     assert (last.requests_done, last.prompt_tokens, last.output_tokens) == (1, 10, 3)
+
+
+def test_tokens_count_before_their_request_ends() -> None:
+    *results, last = reports(prompt_tokens=10, max_new_tokens=3)
+    assert [seen.tokens_computed for seen in results] == [4, 8, 11, 12, 13]
+    assert results[1].tokens_per_s == 8 / 2 and results[1].prompt_tokens == 0
+    assert last.tokens_computed == 13
+
+
+def test_tokens_that_are_computed_again_after_a_preemption_count_once() -> None:
+    *results, last = reports(prompt_tokens=10, max_new_tokens=20, requests=2, num_pages=9)
+    assert last.chunks_done > 2 * 3, "no request was preempted, so nothing was computed again"
+    assert last.tokens_computed == last.prompt_tokens + last.output_tokens == 2 * 30
 
 
 def test_busy_is_of_the_last_moments_and_the_bubble_of_the_window() -> None:

@@ -19,6 +19,7 @@ def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float =
         waiting=5,
         prompt_tokens=900,
         output_tokens=100,
+        tokens_computed=1000,
         chunks_done=40,
         stage_busy=(0.91, 0.5),
         stage_compute_s=(8.8, 4.0),
@@ -37,14 +38,14 @@ def log_lines(*snapshots: Progress, total: int | None = 20, done_before: int = 0
 
 def test_the_last_state_is_one_line_on_any_width() -> None:
     assert log_lines(snapshot(5.0), snapshot(10.0, failed=1)) == [
-        "4 of 20 (20%), 1 failed, 8 running  100 tokens/s  stages 91% 50% busy  bubble 36.0%  40 s left"
+        "4 of 20 (20%), 1 failed, 8 running  100 tokens/s  stages now 91% 50% busy  bubble so far 36.0%  40 s left"
     ]
     assert log_lines() == []
 
 
 def test_an_unknown_total_has_no_share_and_no_time_left() -> None:
     (line,) = log_lines(snapshot(10.0), total=None)
-    assert line == "3 done, 8 running  100 tokens/s  stages 91% 50% busy  bubble 36.0%"
+    assert line == "3 done, 8 running  100 tokens/s  stages now 91% 50% busy  bubble so far 36.0%"
 
 
 def test_requests_of_earlier_starts_are_counted_and_their_time_is_not() -> None:
@@ -66,7 +67,7 @@ def test_no_time_passed_is_no_rate() -> None:
 
 def test_before_the_first_result_there_is_no_bubble() -> None:
     (line,) = log_lines(snapshot(10.0, window_s=0.0))
-    assert "stages 91% 50% busy  57 s left" in line
+    assert "stages now 91% 50% busy  57 s left" in line
 
 
 def test_compute_beyond_the_window_is_no_negative_bubble() -> None:
@@ -85,10 +86,10 @@ def test_terminal_shows_counts_and_a_bar_for_each_stage() -> None:
         display.update(snapshot(1.0))
         text = file.getvalue()
         first, *bars = text.splitlines()
-        assert "3 of 20 (15%), 8 running  1,000 tokens/s  bubble 36.0%  6 s left" in first
+        assert "3 of 20 (15%), 8 running  1,000 tokens/s  bubble so far 36.0%  6 s left" in first
         assert [bar.split()[0] for bar in bars] == ["requests", "stage", "stage"]
         assert bars[0].split()[-2:] == ["1", "s"]
-        assert [bar.split()[-2:] for bar in bars[1:]] == [["91%", "busy"], ["50%", "busy"]]
+        assert [bar.split()[-3:] for bar in bars[1:]] == [["91%", "busy", "now"], ["50%", "busy", "now"]]
         display.update(snapshot(1.01))
         assert file.getvalue() == text
         display.update(snapshot(1.2, done=7))

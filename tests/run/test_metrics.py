@@ -24,6 +24,7 @@ SNAPSHOT = Progress(
     waiting=5,
     prompt_tokens=900,
     output_tokens=100,
+    tokens_computed=1000,
     chunks_done=40,
     stage_busy=(0.75, 0.5),
     stage_compute_s=(8.0, 4.0),

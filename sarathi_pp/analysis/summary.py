@@ -33,7 +33,7 @@ _CLOSING_TOLERANCE = 0.01
 # Fields of Totals.
 _SUMS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens")
 STRIP_CELLS = 64
-_UNFITTED = ("the run has too few microbatches to fit a cost model: no causes",)
+_UNFITTED = ("the run has too few microbatches to fit a cost model: no causes and no advice; run more requests",)
 
 Report = dict[str, Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import click
@@ -98,7 +99,18 @@ def render_plan(document: Mapping[str, Any]) -> RenderableType:
     """Render the document of a plan (tuning/plan.py). The line of options is not wrapped."""
     notes = [Text(f"note: {note}", style="yellow") for note in document["notes"]]
     verdict = Text(document["verdict"], style="bold green" if document["fits"] else "bold red")
-    return Group(verdict, *_advice(document), "", _stages(document), *_explanations(document), *notes)
+    return Group(
+        _subject(document), verdict, *_advice(document), "", _stages(document), *_explanations(document), *notes
+    )
+
+
+def _subject(document: Mapping[str, Any]) -> Text:
+    """Return the model, and the devices that the verdict is about."""
+    devices = [f"{len(list(equal))} x {title.removeprefix('a ')}" for title, equal in groupby(document["devices"])]
+    hosts = f"{document['hosts']} hosts, together " if document["hosts"] > 1 else ""
+    hardware = f"{hosts}{', '.join(devices)}" if devices else f"{document['device']} of this host"
+    stages = "1 stage" if document["stages"] == 1 else f"{document['stages']} stages"
+    return Text(f"{document['model']} in {stages} on {hardware}", style="dim")
 
 
 def _advice(document: Mapping[str, Any]) -> Iterator[Text]:
@@ -119,12 +131,12 @@ def _advice(document: Mapping[str, Any]) -> Iterator[Text]:
 
 def _explanations(document: Mapping[str, Any]) -> Iterator[Text]:
     """Yield lines that explain the figures of the table."""
-    basis = "measured" if document["source"] == "profile" else "estimated from the model's shape: right in kind only"
     yield Text(
-        f"{document['workload']}: {document['prompt_to_output']:.1f} prompt tokens per output token\n"
-        f"tile {document['tile']}, ridge {document['ridge']}, saturated at {document['saturation_tokens']} tokens; "
-        f"times {basis}"
+        f"workload {document['workload']}: {document['prompt_to_output']:.1f} prompt tokens per output token\n"
+        f"saturated at {document['saturation_tokens']} tokens per microbatch: more of them take longer in proportion"
     )
+    if document["source"] != "profile":
+        yield Text("times are estimates from the model's shape; `sarathi-pp profile` measures them")
     least = ", ".join(f"{stage['stage']} {formats.gib(stage['total_bytes'])} GiB" for stage in document["floor"])
     tokens = f"{document['longest_request_tokens']:,} tokens"
     yield Text(f"least memory of a stage, with one layer and a request of {tokens}: {least}")

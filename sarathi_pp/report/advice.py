@@ -2,8 +2,8 @@
 
 A rule sees a problem in the report and names the options that may help. Each option is tried alone: the recorded run
 is simulated as it was and with the option (`sim/rerun.py`). The time that the option saves is its expected gain. A rule
-gives its best option as advice, and only if the gain is large enough. So an option that does nothing in this run is
-never advised.
+gives its best option as advice, and only if the gain is large enough. So no option that does nothing in this run is
+advised. The exception is a run that the simulator cannot repeat: its advice has no gain, and says that it is not tried.
 
     rule             is about
     bubble           a bubble above 15 %: remedies for each of its causes
@@ -12,6 +12,7 @@ never advised.
     slow_stage       a layer split that makes the slowest stage faster
     few_sequences    fewer than four sequences at once: too few to share a pass
     short_prompts    prompts that fit into one chunk, so chunking does not make times more equal
+    untested         the largest cause of a run that the simulator cannot repeat: its first remedy, said to be untested
     one_request      one request at a time, whose first token waits for the passes of its chunks
     kv_fragmentation more than 30 % of the room in used KV pages is empty, and pages run out
     flat_chunks      chunk throughput stays the same while requests in flight grow (two runs: the larger one is tried)
@@ -50,7 +51,7 @@ from sarathi_pp.report.remedies import (
     run_whole,
     smaller_chunks,
 )
-from sarathi_pp.report.vocabulary import CAUSES, name_of
+from sarathi_pp.report.vocabulary import CAUSES, cause_name
 from sarathi_pp.sim.rerun import Change
 
 # Shown below several pieces of advice.
@@ -107,7 +108,7 @@ class _Proposal(NamedTuple):
     remedies: Iterable[Remedy]
 
 
-def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
+def advise(report: Report, trial: Trial | None = None, *, untried: str | None = None) -> list[Advice]:
     """Return the advice for one run, the largest gain first, with one piece per option.
 
     The list is empty if no microbatch came back. If the user has set a bound on the time between tokens, the user has
@@ -115,6 +116,8 @@ def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
 
     Args:
         trial: applies changes to the run. None gives no advice about time.
+        untried: the reason for which there is no trial, as a sentence without its full stop. With it, the advice
+            contains a guess that was not tried.
     """
     if not report["completed"] or not report["wall_s"]:
         return []
@@ -124,6 +127,8 @@ def advise(report: Report, trial: Trial | None = None) -> list[Advice]:
         proposals = (proposal for rule in ((_slow_stage,) if bound else _RULES) for proposal in rule(report))
         found += [_tried(report, proposal, trial) for proposal in proposals]
         found += [] if bound else [_spare_stages(report, trial), _one_request(report, trial)]
+    elif untried is not None and not has_bound(report):
+        found.append(_untested(report, untried))
     return _best(advice for advice in found if advice is not None)
 
 
@@ -176,6 +181,14 @@ def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
     return Advice(proposal.rule, f"{proposal.seen} {remedy.request}. {gain}.", remedy.option, gain_s)
 
 
+def _untested(report: Report, reason: str) -> Advice | None:
+    """Return the first remedy against the largest cause that has one; None if the bubble is small."""
+    for proposal in _bubble(report):
+        for remedy in proposal.remedies:
+            return Advice("untested", f"{proposal.seen} {remedy.request}. Not tried: {reason}.", remedy.option, None)
+    return None
+
+
 def _told(report: Report, seconds: float) -> str:
     """Return seconds with one decimal, or with two in a short run."""
     return f"{seconds:.{1 if report['wall_s'] >= 10 else 2}f}"
@@ -190,7 +203,7 @@ def _bubble(report: Report) -> Iterator[_Proposal]:
     for name in sorted(_REMEDIES, key=lambda name: causes[name], reverse=True):
         if causes[name] >= _WORTHWHILE * run_s:
             lost, idle = _told(report, causes[name]), _told(report, ratio * run_s)
-            cause = f"{name_of(name)} ({CAUSES[name]})"
+            cause = f"{cause_name(name)} ({CAUSES[name]})"
             seen = f"The bubble is {ratio:.1%}: {idle} idle stage seconds. {lost} of these seconds are {cause}."
             yield _Proposal("bubble", seen, _REMEDIES[name](report))
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.errors import InputError
 from sarathi_pp.report import formats
-from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, name_of
+from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, cause_name, name_of
 
 SCHEMA = "sarathi-pp/comparison/1"
 
@@ -85,7 +85,7 @@ _SECTIONS: tuple[tuple[_Figure, ...], ...] = (
         _Figure(("overlap",), "all stages busy", "higher", share=True),
         *_spread("request_bubble_s", "request bubble", ("p50", "p90", "p99")),
     ),
-    tuple(_Figure(("causes", cause), f"{name_of(cause)} s") for cause in CAUSES),
+    tuple(_Figure(("causes", cause), f"{cause_name(cause)} s") for cause in CAUSES),
     tuple(chain.from_iterable(_spread(latency, name_of(latency)) for latency in LATENCIES)),
     (
         _Figure(("microbatch_time_cv",), "microbatch time cv", "lower"),

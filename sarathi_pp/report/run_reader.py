@@ -53,7 +53,7 @@ class Run:
         from sarathi_pp.tuning.fit import fit_links
 
         if len(self.replicas) > 1:
-            raise CannotTry(f"changes can be tried on one pipeline only, and the run has {len(self.replicas)}")
+            raise CannotTry(f"the simulator repeats runs of one pipeline, and this one has {len(self.replicas)}")
         if self.fitted is None:
             return None
         report, timeline = self.report, self.replicas[0].timeline
@@ -137,8 +137,10 @@ def _advice(run: Run) -> dict[str, Any]:
         try:
             return advise(run.report, run.trial())
         except CannotTry as error:
-            notes.append(f"no advice about time: {error}")
-            return advise(run.report)
+            notes.append(f"no gains of advice: {error}")
+            # Of replicas, the report has sums, which the rules about one pipeline do not read.
+            repeated = len(run.replicas) == 1
+            return advise(run.report, untried="the simulator could not repeat this run" if repeated else None)
 
     return _looked_for(look, notes)
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from sarathi_pp.report import formats
 from sarathi_pp.report.advice import APART
-from sarathi_pp.report.vocabulary import LATENCIES, STATES, name_of, setup_of
+from sarathi_pp.report.vocabulary import LATENCIES, STATES, cause_name, doubt, name_of, setup_of
 
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
 _ASCII_BARS = " .:-=+*#@"  # for a terminal or file whose encoding has no blocks
@@ -44,6 +44,7 @@ def render(report: Mapping[str, Any]) -> RenderableType:
     parts.append(_work(report))
     if report["causes"] is not None:
         parts += ["", _Causes(report["causes"])]
+        parts += [Text(sentence, style="yellow") for sentence in [doubt(report)] if sentence]
     advice = report.get("advice", [])
     parts += [Text(f"advice: {one['text']}", style="cyan") for one in advice]
     if len(advice) > 1:
@@ -104,8 +105,8 @@ def _work(report: Mapping[str, Any]) -> Text:
         f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
         f"KV pages: peak {kv['peak_used']:,} of {kv['pages']:,}, mean {formats.count(kv['mean_used'])}; "
         f"{formats.share(kv['fragmentation'])} of their room empty; {report['preemptions']:,} preemptions\n"
-        f"exact within: clocks {formats.microseconds(report['clock_uncertainty_s'])} us, states "
-        f"{formats.share(report['closing_error'])} of the window, fitted costs {formats.share(report['cost_error'])}",
+        f"errors of these figures: clocks {formats.microseconds(report['clock_uncertainty_s'])} us, sums of states "
+        f"{formats.share(report['closing_error'])}, fitted costs {formats.share(report['cost_error'])}",
         style="dim",
     )
 
@@ -196,7 +197,7 @@ class _Causes:
         for name, seconds in sorted(self.seconds.items(), key=lambda item: -abs(item[1])):
             share = "-" if bubble_s <= 0 else formats.share(seconds / bubble_s, 0)
             bar = block * round(cells * max(0.0, seconds) / largest) if largest > 0 else ""
-            table.add_row(name_of(name), formats.seconds(seconds), share, bar)
+            table.add_row(cause_name(name), formats.seconds(seconds), share, bar)
         yield table
 
 

@@ -1,6 +1,7 @@
 """Names of states, causes and latencies, the same in the terminal, on the pages and in the docs.
 
-A name is its key in a report, without the unit: `recv_wait_s` is "recv wait".
+A name is its key in a report, without the unit: `recv_wait_s` is "recv wait". One name differs: the cause `host_s` is
+"host delay", because a state has the name "host".
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ CAUSES = {
     "starvation_s": "nothing can be issued",
     "unexplained_s": "measured beyond what the model of the run accounts for",
 }
+# Above this mean error of the fitted costs, causes are rough.
+_ROUGH_FIT = 0.2
 LATENCIES = {
     "ttft_s": "time to the first token",
     "tpot_s": "time per output token after the first",
@@ -38,6 +41,19 @@ LATENCIES = {
 def name_of(key: str) -> str:
     """Return the name of a key of a report: `prefill_decode_s` is "prefill decode"."""
     return key.removesuffix("_s").replace("_", " ")
+
+
+def cause_name(key: str) -> str:
+    """Return the name of a cause from its key in `causes` of a report."""
+    return "host delay" if key == "host_s" else name_of(key)
+
+
+def doubt(report: Mapping[str, Any]) -> str:
+    """Return a warning about rough causes; empty if they can be trusted."""
+    error = report.get("cost_error") or 0.0
+    if error <= _ROUGH_FIT:
+        return ""
+    return f"These causes are rough: they come from fitted costs, which are off by {error:.0%} on average."
 
 
 def setup_of(report: Mapping[str, Any]) -> str:

@@ -175,7 +175,10 @@ class Rerun:
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         found_s = rerun.wall_s(Change())
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
-            raise CannotTry(f"the simulator takes {found_s:.2f} s for {measured_s:.2f} s of the run")
+            raise CannotTry(
+                f"the simulator takes {found_s:.2f} s for {measured_s:.2f} s of the run. "
+                f"Gains are shown if the two are within {_MOST_OFF:.0%}"
+            )
         return rerun
 
     def saved(self, change: Change) -> float:

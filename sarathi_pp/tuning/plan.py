@@ -54,7 +54,7 @@ def make_plan(
     basis = (measured_basis if config.profile is not None else estimated_basis)(model, config, devices)
     memory = ModelMemory.of(model, config, basis.device, config.max_model_len or workload.max_tokens)
     planner = Planner(memory, basis, workload)
-    return _Document(planner, planner.best()).to_json()
+    return _Document(planner, planner.best(), hardware.hosts).to_json()
 
 
 def _use_devices(
@@ -88,6 +88,7 @@ class _Document:
 
     planner: Planner
     candidate: Candidate
+    num_hosts: int
 
     @property
     def memory(self) -> ModelMemory:
@@ -112,6 +113,7 @@ class _Document:
             "stages": run.num_stages,
             "tensor_parallel_size": run.tensor_parallel_size,
             "devices": [device.title for device in basis.devices],
+            "hosts": self.num_hosts,
             "device": run.device,
             "dtype": run.dtype,
             "source": basis.source,

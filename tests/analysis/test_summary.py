@@ -139,7 +139,9 @@ def test_with_a_cost_model_the_bubble_has_causes() -> None:
 def test_a_run_too_short_to_fit_has_no_causes() -> None:
     report = summarise(Schedule(8, 2, constant(1.0)).events(), fit="too short")
     assert report["causes"] is None and report["cost_error"] is None
-    assert report["notes"] == ["the run has too few microbatches to fit a cost model: no causes"]
+    assert report["notes"] == [
+        "the run has too few microbatches to fit a cost model: no causes and no advice; run more requests"
+    ]
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 

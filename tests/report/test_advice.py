@@ -133,6 +133,16 @@ def test_nothing_is_said_of_time_that_nobody_can_simulate() -> None:
     assert only(advise(slow)).rule == "kv_fragmentation"
 
 
+def test_without_a_trial_the_first_remedy_against_the_largest_cause_is_a_guess() -> None:
+    seconds = causes(prefill_decode_s=20.0, host_s=3.9, unexplained_s=30.0)
+    advice = only(advise(report(bubble_ratio=0.16, causes=seconds), untried="the simulator has a cold"))
+    assert (advice.rule, advice.option, advice.gain_s) == ("untested", "--chunk-size 128", None)
+    assert advice.text.endswith("Not tried: the simulator has a cold.") and "20.0 of these seconds" in advice.text
+    assert advise(report(bubble_ratio=0.15, causes=seconds), untried="it has a cold") == []
+    bound = report(bubble_ratio=0.16, causes=seconds, policy="balanced:tbt_slo=0.1")
+    assert advise(bound, untried="it has a cold") == []
+
+
 def test_a_bubble_above_15_percent_is_named_with_its_cause_and_gain() -> None:
     seconds = causes(prefill_decode_s=20.0, host_s=3.9, unexplained_s=9.0)
     assert tried(report(bubble_ratio=0.15, causes=seconds)) == set()

@@ -220,7 +220,7 @@ def test_any_number_of_long_runs_fits_80_columns(count: int) -> None:
     lines = [line for line in text.splitlines() if line.startswith("tokens/s ")]
     assert [line.split()[1] for line in lines] == ["876,543"] * math.ceil((count - 1) / 3)
     assert sum(line.count("987,654* 1.13x") for line in lines) == count - 1
-    assert row(text[: text.index("starvation")], "host s").startswith("0.500 1.00x 500,000 -")
+    assert row(text[: text.index("starvation")], "host delay s").startswith("0.500 1.00x 500,000 -")
 
 
 def test_a_wide_terminal_has_more_runs_next_to_each_other() -> None:
@@ -231,7 +231,7 @@ def test_a_wide_terminal_has_more_runs_next_to_each_other() -> None:
 
 def test_no_figure_is_a_negative_zero() -> None:
     runs = [("a", report(causes=CAUSES | {"host_s": -0.0001})), ("b", report(policy="orca"))]
-    assert row(printed(compare(runs)), "host s").startswith("0.000 ")
+    assert row(printed(compare(runs)), "host delay s").startswith("0.000 ")
 
 
 def test_names_are_no_markup() -> None:

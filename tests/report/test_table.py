@@ -52,7 +52,7 @@ def test_how_even_the_work_was_and_what_became_of_the_pages_is_said() -> None:
     lines = printed(report).splitlines()
     assert "microbatches: 12.3 chunks/s; variation (cv) of time 5.1%, of tokens -" in lines
     assert "KV pages: peak 1,500 of 4,000, mean 1,234; 4.2% of their room empty; 1,234 " in lines
-    assert "exact within: clocks 42 us, states 0.1% of the window, fitted costs 3.4%" in lines
+    assert "errors of these figures: clocks 42 us, sums of states 0.1%, fitted costs 3.4%" in lines
     assert ["request", "bubble", "-", "0.125", "0.250", "-"] in [line.split() for line in lines]
 
 
@@ -102,17 +102,23 @@ def test_causes_come_with_the_largest_first() -> None:
     first = next(place for place, line in enumerate(lines) if line[:2] == ["bubble", "by"])
     assert lines[first + 1 : first + 5] == [
         ["prefill", "variance", "6.50", "130%"],
-        ["host", "-2.50", "-50%"],
+        ["host", "delay", "-2.50", "-50%"],
         ["ramp", "1.00", "20%"],
         ["unexplained", "0.00", "0%"],
     ]
+
+
+def test_causes_from_rough_costs_are_said_to_be_rough() -> None:
+    report = summarise(Schedule(2, 2, constant(1.0)).events()) | {"causes": {"ramp_s": 1.0}, "cost_error": 0.27}
+    assert "These causes are rough" in printed(report) and "off by 27% on" in printed(report)
+    assert "rough" not in printed(report | {"cost_error": 0.2})
 
 
 def test_a_bar_shows_how_large_a_cause_is() -> None:
     report = summarise(Schedule(2, 2, constant(1.0)).events())
     report["causes"] = {"ramp_s": 1.0, "prefill_variance_s": 4.0, "host_s": -2.5}
     bars = {line.split("  ")[0]: line.count("\u2588") for line in printed(report).splitlines() if "%" in line}
-    assert (bars["prefill variance"], bars["ramp"], bars["host"]) == (40, 10, 0)
+    assert (bars["prefill variance"], bars["ramp"], bars["host delay"]) == (40, 10, 0)
 
 
 def test_a_wide_terminal_is_used() -> None:

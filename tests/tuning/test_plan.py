@@ -228,11 +228,16 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
         make_plan(RunConfig(model=ADDER, profile=tmp_path / "none.json"), parse_workload(WORKLOAD))
 
 
-def test_the_verdict_comes_first_and_then_what_to_give_generate(tmp_path: Path) -> None:
-    found = plan(tmp_path)
+def rendered(document: dict[str, Any]) -> list[str]:
     file = StringIO()
-    Console(file=file, width=80).print(render_plan(found), crop=False)
-    verdict, options, *lines = file.getvalue().splitlines()
+    Console(file=file, width=80).print(render_plan(document), crop=False)
+    return file.getvalue().splitlines()
+
+
+def test_the_devices_and_then_the_verdict_come_first_and_then_what_to_give_generate(tmp_path: Path) -> None:
+    found = plan(tmp_path) | {"model": "tiny-adder"}
+    subject, verdict, options, *lines = rendered(found)
+    assert subject == "tiny-adder in 2 stages on cpu of this host"
     assert verdict.startswith("fits")
     assert (
         options.removeprefix("options to use: ").split()
@@ -336,3 +341,13 @@ def test_options_that_would_be_ignored_are_refused(
     with pytest.raises(SystemExit) as left:
         main(["plan", "--model", ADDER, *options])
     assert left.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_the_devices_of_the_verdict_are_named() -> None:
+    def subject(hardware: Hardware) -> str:
+        return rendered(plan_large("gpt-oss-120b", hardware) | {"model": "gpt-oss"})[0]
+
+    equal = Hardware(hosts=2, devices=8, cards=("h100-80g",))
+    assert subject(equal) == "gpt-oss in 16 stages on 2 hosts, together 16 x H100 80 GB"
+    mixed = Hardware(memory=(80 << 30, 80 << 30, 24 << 30))
+    assert subject(mixed) == "gpt-oss in 3 stages on 2 x GPU with 80 GiB, 1 x GPU with 24 GiB"

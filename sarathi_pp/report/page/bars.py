@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from sarathi_pp.report import formats
-from sarathi_pp.report.vocabulary import CAUSES, STATES, name_of
+from sarathi_pp.report.vocabulary import CAUSES, STATES, cause_name, name_of
 
 
 def cause_bars(causes: Sequence[Mapping[str, float]]) -> str:
@@ -36,7 +36,7 @@ def _cause_row(key: str, causes: Sequence[Mapping[str, float]], largest: float) 
         color = f"var(--run-{number % 6})" if len(causes) > 1 else "var(--cause)"
         bar = f'<i style="--length:{abs(of_one[key]) / largest:.4f};background:{color}"></i>'
         bars.append(f'<div class="bar">{bar}<span>{formats.milliseconds_kept(of_one[key])}{share}</span></div>')
-    return f"<div><b>{name_of(key)}<small>{CAUSES[key]}</small></b><div>{''.join(bars)}</div></div>"
+    return f"<div><b>{cause_name(key)}<small>{CAUSES[key]}</small></b><div>{''.join(bars)}</div></div>"
 
 
 def stage_bars(report: Mapping[str, Any]) -> str:

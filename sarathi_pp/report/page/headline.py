@@ -11,7 +11,7 @@ from typing import Any
 
 from sarathi_pp.report import formats
 from sarathi_pp.report.advice import APART
-from sarathi_pp.report.vocabulary import CAUSES, name_of, setup_of
+from sarathi_pp.report.vocabulary import CAUSES, cause_name, doubt, setup_of
 
 # For each advised option, the options of the command that it replaces. A policy brings its own chunk size.
 _REPLACED = {
@@ -38,7 +38,9 @@ def headline(report: Mapping[str, Any]) -> str:
     if causes and (idle_s := sum(causes.values())) > 0:
         worst = max(causes, key=lambda name: causes[name])
         share = formats.share(causes[worst] / idle_s, 0)
-        sentences.append(f"{share} of the idle time is {name_of(worst)}: {CAUSES[worst]}.")
+        if doubt(report):
+            share = f"Roughly {share}"
+        sentences.append(f"{share} of the idle time is {cause_name(worst)}: {CAUSES[worst]}.")
     advice = best_advice(report)
     if advice is not None:
         option = f"<code>{escape(advice['option'])}</code>"

@@ -19,7 +19,7 @@ from sarathi_pp.report.page.headline import advice_list, best_advice, best_comma
 from sarathi_pp.report.page.part import PagePart
 from sarathi_pp.report.page.series import IDLE_STATES, spans
 from sarathi_pp.report.page.timeline_view import TIMELINE
-from sarathi_pp.report.vocabulary import STATES, name_of
+from sarathi_pp.report.vocabulary import STATES, doubt, name_of
 
 
 def render_page(title: str, report: Mapping[str, Any], parts: Sequence[PagePart]) -> str:
@@ -63,8 +63,8 @@ def _sections(title: str, report: Mapping[str, Any], parts: Sequence[PagePart]) 
 def _causes(report: Mapping[str, Any]) -> str:
     if not report.get("causes"):
         return '<p class="hint">The causes of this bubble were not computed.</p>'
-    hint = '<p class="hint">Seconds, summed over stages. They add up to the measured bubble.</p>'
-    return cause_bars([report["causes"]]) + hint
+    hint = f"Seconds, summed over stages. They add up to the measured bubble. {doubt(report)}"
+    return f'{cause_bars([report["causes"]])}<p class="hint">{hint.strip()}</p>'
 
 
 def _stage_table(report: Mapping[str, Any]) -> str:

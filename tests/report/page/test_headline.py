@@ -30,6 +30,11 @@ def test_the_headline_is_made_of_the_figures() -> None:
     assert "Twice the requests in one run would save 10%." in headline(REPORT | {"advice": more})
 
 
+def test_a_cause_from_rough_costs_is_said_to_be_rough() -> None:
+    assert "s. 60% of the idle time" in headline(REPORT | {"cost_error": 0.2})
+    assert "s. Roughly 60% of the idle time" in headline(REPORT | {"cost_error": 0.21})
+
+
 def test_advice_that_saves_no_time_is_no_headline() -> None:
     room = [{"text": "Use smaller pages.", "option": "--page-size 8", "gain_s": None}]
     assert "save" not in headline(REPORT | {"advice": room})

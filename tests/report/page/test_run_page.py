@@ -179,7 +179,10 @@ def test_causes_are_sorted_and_negative_ones_stand_apart() -> None:
     text = text_of(page_of(even_run(causes=CAUSES)))
     starvation = text.index("starvation nothing can be issued 5.500 s, 31%")
     assert (
-        starvation < text.index("host inputs wait") < text.index("communication act") < text.index("ramp the pipeline")
+        starvation
+        < text.index("host delay inputs wait")
+        < text.index("communication act")
+        < text.index("ramp the pipeline")
     )
     negative = "Negative: without it, other waits would have been longer. unexplained measured beyond what"
     assert text.index("ramp the pipeline") < text.index(negative) and "accounts for -0.625 s, -4%" in text

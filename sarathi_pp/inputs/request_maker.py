@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from sarathi_pp.core.request import Request
@@ -11,6 +11,7 @@ from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.ids import id_key
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.prompt_limits import PromptLimits
+from sarathi_pp.inputs.unknown_tokens import UnknownTokens
 from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
 
 
@@ -20,6 +21,7 @@ class RequestMaker:
 
     Args:
         paragraphs: True if the policy needs the ends of a text's paragraphs.
+        unknown: counts text prompts that the tokenizer does not know.
     """
 
     tokenizer: Tokenizer
@@ -27,6 +29,7 @@ class RequestMaker:
     limits: PromptLimits
     seed: int
     paragraphs: bool = False
+    unknown: UnknownTokens = field(default_factory=UnknownTokens)
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
         """Return the request of a line that has no error.
@@ -42,6 +45,8 @@ class RequestMaker:
         prompt = self._encode(parsed)
         self.limits.check_prompt(len(prompt.token_ids))
         sampling = self.defaults.bounded(sampling, parsed.overrides, len(prompt.token_ids))
+        if parsed.prompt_token_ids is None:
+            self.unknown.count(prompt.token_ids)
         return Request(index, prompt.token_ids, self.limits.clamp(sampling), arrival_s, prompt.paragraph_ends)
 
     def _encode(self, parsed: ParsedLine) -> EncodedPrompt:

@@ -4,8 +4,8 @@
     loading its layers: 12.3 of 35.8 GiB
     waiting for stage 1 (rank 1, node1, pid 812): loading its layers: 3.1 of 35.8 GiB
 
-On a terminal the line is rewritten in place. Elsewhere each new phase prints a new line, at most one per second. A
-phase that continues prints one every few seconds.
+On a terminal the line is rewritten in place. Elsewhere each phase prints a line when it begins for the first time, at
+most one line per second. A phase that continues, or comes back, prints one every few seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StatusLine:
         self._in_place = ""
         self._phase = ""
         self._phase_s = self._line_s = self._clock.now()
-        self._line: str | None = None
+        self._printed: set[str] = set()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -110,9 +110,10 @@ class StatusLine:
             self._rewrite(text)
             return
         since_s = now_s - self._line_s
-        is_new = phase != self._line and (since_s >= _NEW_S or self._line is None)
+        is_new = phase not in self._printed and (since_s >= _NEW_S or not self._printed)
         if is_new or since_s >= _SAME_S:
-            self._line, self._line_s = phase, now_s
+            self._printed.add(phase)
+            self._line_s = now_s
             if text:
                 self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -43,6 +43,8 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
                 raise
             if isinstance(journal, LateJournal):
                 journal.open()
+    if (doubt := maker.unknown.warning()) is not None:
+        display.warn(doubt)
     return _outcome(rank, journal, sink, asked)
 
 

@@ -22,6 +22,7 @@ from sarathi_pp.engine.replica import AbortedError, RemoteSink, RemoteSource
 from sarathi_pp.errors import MissingError, PeerLostError, SarathiError
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker
+from sarathi_pp.inputs.unknown_tokens import UnknownTokens
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.run.collect_traces import gather
@@ -114,13 +115,15 @@ class Rank:
         return self._dispatcher
 
     def request_maker(self, tokenizer: Tokenizer, console: Warner) -> RequestMaker:
-        """Return the maker of requests from input lines. Warn if the KV cache is small for them."""
+        """Return the maker of requests from input lines. Warn if the KV cache is small, or outputs may not end."""
         checked, run = self.checked, self.run
         limits = PromptLimits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
-        if (small := limits.small_kv_cache()) is not None:
-            console.warn(small)
+        for doubt in (limits.small_kv_cache(), tokenizer.end_token_doubt()):
+            if doubt is not None:
+                console.warn(doubt)
         paragraphs = parse_policy(run.policy).kind.wants_paragraphs
-        return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs)
+        unknown = UnknownTokens(tokenizer.unknown_id)
+        return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs, unknown)
 
     def serve(self) -> None:
         """Run microbatches until rank 0 says goodbye. The leader of a replica drives its replica instead.

@@ -131,6 +131,22 @@ class Tokenizer:
         """Return whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None
 
+    @property
+    def unknown_id(self) -> int | None:
+        """Return the id of the unknown token, which stands for text that has no token; None if there is none."""
+        return self._backend.unk_token_id if self._backend is not None else None
+
+    def end_token_doubt(self) -> str | None:
+        """Return a warning if the tokenizer's end token does not end an output; None if it does, or is not known."""
+        end_id = self._backend.eos_token_id if self._backend is not None else None
+        if end_id is None or not self._eos_token_ids or end_id in self._eos_token_ids:
+            return None
+        ends = ", ".join(f"{self.written(one)!r} ({one})" for one in sorted(self._eos_token_ids))
+        return (
+            f"the tokenizer's end token {self.written(end_id)!r} ({end_id}) does not end outputs. The model's files "
+            f"name {ends}. If outputs are too long, correct eos_token_id in generation_config.json"
+        )
+
     def encode_prompt(
         self,
         text: str,

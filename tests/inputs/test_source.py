@@ -37,6 +37,8 @@ class Words:
     all_special_ids = ()
     added_tokens_decoder: dict[int, object] = {}
     bos_token_id = None
+    unk_token_id = None
+    eos_token_id = None
     chat_template = None
     is_fast = False
 

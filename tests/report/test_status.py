@@ -51,6 +51,19 @@ def test_phases_that_are_short_are_left_out() -> None:
     assert file.getvalue().splitlines() == ["phase 0", "phase 8", "phase 16"]
 
 
+def test_a_phase_that_comes_back_has_no_second_line_for_four_seconds() -> None:
+    file, activity = StringIO(), Activity()
+    with shown(file, activity) as (line, clock):
+        looks(line, clock, 1.5)
+        for name in ("loading libraries", "compiling kernels"):
+            with activity.phase(name):
+                looks(line, clock, 1.5)
+            looks(line, clock, 1.5)
+        looks(line, clock, 3)
+    lines = ["setting up", "loading libraries", "compiling kernels", "setting up"]
+    assert file.getvalue().splitlines() == lines
+
+
 def test_a_wait_names_who_is_awaited_and_gives_the_phase_back() -> None:
     file, activity = StringIO(), Activity()
     with shown(file, activity) as (line, clock), activity.phase("loading its layers"):

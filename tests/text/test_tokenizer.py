@@ -541,3 +541,14 @@ def test_encoding_and_decoding_in_threads_at_once():
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_an_end_token_that_ends_no_output_is_doubted():
+    backend = word_pieces()
+    backend.eos_token = "b"
+    end_id = backend.eos_token_id
+    assert tokenizer(backend, eos_token_ids=[end_id, 1]).end_token_doubt() is None
+    assert tokenizer(backend, eos_token_ids=[]).end_token_doubt() is None
+    assert tokenizer(None, eos_token_ids=[1]).end_token_doubt() is None
+    doubt = tokenizer(backend, eos_token_ids=[1]).end_token_doubt()
+    assert f"'b' ({end_id}) does not end outputs" in doubt and "(1). If outputs" in doubt

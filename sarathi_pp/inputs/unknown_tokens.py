@@ -1,0 +1,37 @@
+"""A count of text prompts for which the tokenizer has hardly any tokens, because it may be the wrong tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Share of a prompt's tokens.
+_MOSTLY = 0.5
+
+
+@dataclass(slots=True)
+class UnknownTokens:
+    """A count of text prompts that consist mostly of the unknown token.
+
+    Args:
+        token_id: id of the unknown token. None if the tokenizer has none: some can write any text.
+    """
+
+    token_id: int | None = None
+    num_prompts: int = 0
+    num_unknown: int = 0
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Count one prompt."""
+        self.num_prompts += 1
+        if self.token_id is not None:
+            self.num_unknown += token_ids.count(self.token_id) > _MOSTLY * len(token_ids)
+
+    def warning(self) -> str | None:
+        """Return a warning for the user; None if no prompt was mostly unknown."""
+        if not self.num_unknown:
+            return None
+        return (
+            f"{self.num_unknown:,} of {self.num_prompts:,} prompts consist mostly of the unknown token (id "
+            f"{self.token_id}): the tokenizer does not know this text. Check that its files belong to the model"
+        )

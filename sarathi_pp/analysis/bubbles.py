@@ -1,6 +1,6 @@
 """The use of each stage's time: every instant of the run window is in exactly one state.
 
-    gap before microbatch m on a stage, from the end of the compute before it (or the window's start):
+    gap before microbatch m on a stage, from the end of the stage's previous microbatch (or the window's start):
 
     |-- send_wait --|---- no_work ----|---- recv_wait ----|---- host ----|== compute m ==
       no free send    until m is        until m's input     until m

@@ -40,7 +40,7 @@ class Replica:
     """One replica's part.
 
     Attributes:
-        report: made by `summarise_timeline` from the other two.
+        report: the report that `summarise_timeline` makes of this replica.
     """
 
     timeline: Timeline

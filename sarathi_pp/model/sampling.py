@@ -83,7 +83,7 @@ def _parameters(row: Row) -> tuple[float, ...]:
 
 
 def _scanned(logits: Tensor) -> list[int]:
-    """Return the same as `_largest`, in one pass and a part of a second pass over bfloat16 on CPU."""
+    """Return what `_largest` returns, for bfloat16 on CPU: one pass over the logits, and a part of a second one."""
     from sarathi_pp_kernels.cpu import row_ops
 
     logits = logits.contiguous()

@@ -433,7 +433,7 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
             "and weights are of different models"
         )
     if loaded.get("error_msgs"):
-        raise InputError(f"{where}: {_some(loaded['error_msgs'])} do not fit")
+        raise InputError(f"{where}: tensors do not fit the layers of config.json: {_some(loaded['error_msgs'])}")
     if loaded["unexpected_keys"]:
         raise InputError(
             f"{where}: the model has no place for {_some(loaded['unexpected_keys'])}; config.json and weights "

@@ -30,7 +30,11 @@ class Fence:
         self._token = secrets.token_hex(16).encode()
 
     def take(self) -> bool:
-        """Shut out earlier starts. Return False if no file can be written there: a run matters more than its guard."""
+        """Keep earlier starts from writing the output.
+
+        Returns:
+            False if the file cannot be written. The run then continues without this protection.
+        """
         partial = f"{self._path}.{secrets.token_hex(8)}.part"
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:

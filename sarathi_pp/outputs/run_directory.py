@@ -215,7 +215,11 @@ class RunDirectory:
             path.rename(path.with_name(f"lost-{path.name}"))
 
     def fails_again(self) -> bool:
-        """Record that this attempt failed before its first microbatch was done. Return whether the last one did too."""
+        """Record that this attempt failed before its first microbatch was done.
+
+        Returns:
+            True if the attempt before it failed in the same way.
+        """
         with suppress(OSError):
             (self.attempt_path / _FAILED_AT_START).touch()
         return (self.path / _attempt_name(self.attempt - 1) / _FAILED_AT_START).exists()

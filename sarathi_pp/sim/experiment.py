@@ -34,8 +34,8 @@ class Experiment:
         max_num_seqs: of each replica.
         max_model_len: None for the longest request of the workload.
         inflight: most microbatches in flight; None for the policy's own number.
-        slow: by stage index, the factor on the times of the profile. Policies do not know it.
-        seed: of the noise.
+        slow: factors on the times of the profile, by stage index from 0. Policies do not know them.
+        seed: seed of the noise.
         head: as in RunConfig.
     """
 

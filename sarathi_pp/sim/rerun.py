@@ -98,10 +98,9 @@ class Rerun:
     """The run to which changes are compared.
 
     Attributes:
-        limits, policy, cost: as in the run.
-        links: as in the run.
+        limits, policy, cost, links: those of the recorded run.
         host_s: per stage, the host's time before each microbatch computes.
-        counted: answers after which times are taken.
+        counted: number of answers after which the simulated time is read.
         max_pages: pages that memory could hold.
         pages_follow_layers: a stage with more layers holds fewer pages.
         moves_head: the first stage computed LM heads too.
@@ -138,7 +137,7 @@ class Rerun:
         same holds if its trace has more answered than computed tokens.
 
         Args:
-            cost: of its microbatches.
+            cost: cost model of the run's microbatches.
             max_num_seqs, max_model_len: limits of the run; None for as much as it used.
             max_pages: pages that its memory could hold; None for no more than it had.
             request_rate: None if requests were there as soon as they were read.

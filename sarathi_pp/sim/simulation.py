@@ -161,5 +161,5 @@ class _Head(NamedTuple):
 
 
 def _draw(chunks: tuple[Chunk, ...]) -> tuple[SampledToken, ...]:
-    """Return tokens without meaning. Nothing reads them, and no output ends before its length."""
+    """Return arbitrary tokens. Nothing reads them, and outputs end by their length only."""
     return tuple(SampledToken(chunk.sequence, chunk.epoch, 0) for chunk in chunks if chunk.sampling is not None)

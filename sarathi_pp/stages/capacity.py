@@ -138,7 +138,7 @@ def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dt
 
 
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
-    """Return the size of the largest KV shard."""
+    """Return the bytes of the KV cache on the stage that holds most."""
     return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)
 
 

@@ -88,8 +88,8 @@ class StageMaker(Protocol):
         page_size: tokens per KV page.
         attention: name of the attention backend.
         device_name: type of the device, for the reports.
-        has_head: on the first stage, it could load the LM head too. On other stages, the first stage was asked to.
-            Known after `load`.
+        has_head: True on the first stage if it has loaded the LM head too, and on the other stages if the run wants
+            it there. Known after `load`.
         reading: shows how much of the weights `load` has read, if it is formatted.
     """
 

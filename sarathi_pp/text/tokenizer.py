@@ -230,7 +230,7 @@ class Tokenizer:
         return token_id < self._num_known and not (skip_special_tokens and token_id in self._special_ids)
 
     def written(self, token_id: int) -> str:
-        """Return the token as the vocabulary has it."""
+        """Return the token as it is written in the vocabulary, such as `##ing` in a WordPiece vocabulary."""
         written: str = self._require("text").convert_ids_to_tokens(token_id)
         return written
 

@@ -192,7 +192,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class RowRefused:
-    """Rank 0: an input line that never became a request. `code` is that of its error line."""
+    """Rank 0: an input line was refused before it became a request. `code` is the error code in its output line."""
 
     at_s: float
     code: str

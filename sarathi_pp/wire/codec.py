@@ -129,8 +129,8 @@ def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
 def trailer(number: int) -> bytes:
     """Return the bytes that follow the payload of a frame.
 
-    A receiver does not know the length of a message. After a message that was cut, the buffer still holds an earlier
-    one.
+    A receiver does not know the length of a message, and its buffer still holds bytes of an earlier one. The trailer
+    shows that the message came to its end.
     """
     return _TRAILER.pack(number ^ _TRAILER_MARK)
 

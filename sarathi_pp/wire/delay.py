@@ -9,7 +9,7 @@ from sarathi_pp.wire.channel import Clock, Message, Payload, Receiver
 
 
 class DelayedReceiver(Generic[Payload]):
-    """A receiver that hands out another receiver's messages `added_s` later. That is when they arrive here.
+    """A receiver that hands out another receiver's messages `added_s` later, and says that they arrived then.
 
     Messages wait at the same time, as on a long line, and not one after the other. The other receiver watches the
     sender, so silence is noticed as early as without the delay.

@@ -31,7 +31,7 @@ class IgnoreLosses:
 
 @dataclass(frozen=True, slots=True)
 class EdgeOptions:
-    """Everything that edges need to know, except what they carry."""
+    """The settings that are the same for all edges of a rank."""
 
     clock: Clock
     progress: StageProgress  # heartbeats report it

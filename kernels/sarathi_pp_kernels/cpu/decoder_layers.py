@@ -55,7 +55,7 @@ class Microbatch(NamedTuple):
     The addresses are those of int64 arrays, except cos, sin and sinks.
 
     Attributes:
-        most_high_rows: see gemm.py.
+        most_high_rows: largest number of rows for which products use high tiles. See gemm.py.
         cos: (num_rows, head_dim) bfloat16.
         sin: like cos.
         places: row of each decode.

@@ -107,7 +107,7 @@ class DecoderLayersCall:
                 `pages` at which its page table begins.
             decodes: for each decode its row, its number of keys, and the index in `pages` at which its page table
                 begins.
-            most_high_rows: see gemm.py.
+            most_high_rows: largest number of rows for which products use high tiles. See gemm.py.
             steps: (1,) int64, incremented at each layer.
         """
         shape, num_rows = self._shape, write_pages.shape[0]

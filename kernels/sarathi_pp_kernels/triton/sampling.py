@@ -56,7 +56,7 @@ def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
 
 
 def reference_drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Compute the same in plain torch, by sorting."""
+    """Return the tokens that `drawn_tokens` returns, computed in plain torch by sorting. Tests compare the two."""
     found = [_reference_row(row, *one) for row, one in zip(logits.double(), parameters.tolist(), strict=True)]
     return torch.tensor(found, dtype=torch.int64)
 

@@ -1,7 +1,8 @@
 """Known GPUs: memory and speed from the data sheets of their makers, for plans on machines elsewhere.
 
 Peak rates are those of dense bfloat16 products with float32 accumulation. A stage is assumed to reach the same share of
-them as on an A100 (estimate.py). So times are right in kind only. A GB of memory in a data sheet is taken as a GiB.
+them as on an A100 (estimate.py). So times show which option is faster, and may be off by a factor. A GB of memory in a
+data sheet is taken as a GiB.
 
 Sources, all from nvidia.com:
     A100 Tensor Core GPU data sheet (2022); H100 data sheet (2023); H200 data sheet (2024); DGX B200 data sheet (2025)

@@ -94,7 +94,7 @@ def estimate_cost(
     page_size: int = 16,
     shards: int = 1,
 ) -> CostModel:
-    """Return a cost model from a model's shape. It is right in kind, and off by a factor in size.
+    """Return a cost model from a model's shape. It shows which option is faster; its times may be off by a factor.
 
         weights of a layer   w = h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
         a0   launches, and reading that is not hidden    layers * (layer_s + (1 - hidden) * w * bytes / bandwidth)

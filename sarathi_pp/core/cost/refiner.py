@@ -1,10 +1,14 @@
 """A cost model that learns from each microbatch of a run.
 
-Each stage has a least-squares fit of its own, on relative errors, with coefficients of at least 0. The first values are
-scaled to the speed that the first microbatches show. Then they count as one observation of each coefficient alone. So
-coefficients that the noisy microbatches cannot separate keep their proportion. (Errors are relative. So without
-scaling, an estimate ten times too small would weigh a hundred times as much as its corrections.) Old observations fade,
-so that the model notices a machine that slows down.
+Each stage has a least-squares fit of its own, on relative errors, with coefficients of at least 0. It starts from the
+coefficients of a profile or an estimate:
+
+    scaled     all by one factor, to the speed that the first microbatches show. Errors are relative, so without this an
+               estimate ten times too small would weigh a hundred times as much as its corrections.
+    counted    as one observation of each coefficient. So two coefficients that noisy microbatches cannot tell apart
+               keep the proportion that they had.
+
+Old observations count less and less, so that the model notices a machine that slows down.
 """
 
 from __future__ import annotations

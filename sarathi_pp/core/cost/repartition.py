@@ -136,7 +136,7 @@ def _sum(span: tuple[int, int], parts: Iterable[tuple[StageCost, int]]) -> Stage
 
 
 def _shared(one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Return the number of layers in both."""
+    """Return the number of layers that two spans [first, end) share."""
     return max(0, min(one[1], other[1]) - max(one[0], other[0]))
 
 

@@ -115,7 +115,7 @@ class _Cycle:
         length: microbatches in the cycle.
         inflight: most microbatches in flight while there are prompts.
         prompts: there were prompts during the whole cycle.
-        burst: None without one.
+        burst: the burst of prompts that is under way; None if there is none.
     """
 
     size: int

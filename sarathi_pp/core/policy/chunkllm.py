@@ -1,10 +1,10 @@
-"""ChunkLLM: prompts above a threshold in chunks that end with a paragraph, with overlap (seed article 003).
+"""ChunkLLM: prompts above a threshold in chunks that end with a paragraph, with overlap.
 
-A chunk holds at most `chunk_token_threshold` tokens and ends at the last paragraph end in reach. The share
-`overlap_rate` of it repeats the tokens before it. The article repeats them to keep meaning together. But a chunk here
-sees the KV of everything before it, so the repetition changes nothing and only takes time. With fewer than 4 sequences
-to run, the article advises against chunks, so prompts then run whole. Otherwise the policy works like Orca: one prompt
-per microbatch, with the decodes that are ready.
+The rule is from an article on ChunkLLM for engineers, which has no paper. A chunk holds at most `chunk_token_threshold`
+tokens and ends at the last paragraph end in reach. The share `overlap_rate` of it repeats the tokens before it. The
+article repeats them to keep meaning together. But a chunk here sees the KV of everything before it, so the repetition
+changes nothing and only takes time. With fewer than 4 sequences to run, the article advises against chunks, so prompts
+then run whole. Otherwise the policy works like Orca: one prompt per microbatch, with the decodes that are ready.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def installed_policies() -> dict[str, dict[str, str]]:
 
 
 def choose_installed(name: str, registered: dict[str, str]) -> str:
-    """Return the one module:Class of a name. Raises ConfigError if distributions registered different ones."""
+    """Return the module:Class that a name stands for. Raises ConfigError if distributions registered different ones."""
     if len({*registered.values()}) > 1:
         owners = " and ".join(f"{path} of {owner}" for owner, path in sorted(registered.items()))
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The text that names a policy, parsed once.
 
-sarathi                                a policy of this package, or an entry point of an installed one
+sarathi                                a policy of this package, or one that an installed package registers
 sarathi:even=1                         with parameters: key=value, separated by commas
 package.module:Class                   a class that can be imported
 package.module:Class:key=value         with parameters

@@ -214,7 +214,7 @@ class _LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The arguments of the kernels that go row by row, all int64. A tile is consecutive rows of one sequence.
+    """The arguments of the kernels that compute tiles one by one. A tile is some consecutive rows of one sequence.
 
     Attributes:
         places: first row of each tile in the microbatch.
@@ -222,7 +222,7 @@ class _Tiles:
         ends: number of keys up to the first row of each tile, its own included.
         pages: page tables of the sequences, one after the other.
         tables: index in `pages` at which the page table of each tile starts.
-        pieces: tiles of each thread.
+        pieces: for each thread, the range of tiles that it computes.
     """
 
     places: NDArray[np.int64]

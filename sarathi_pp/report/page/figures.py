@@ -11,7 +11,7 @@ from sarathi_pp.report.page.document import table
 
 
 def tiles(report: Mapping[str, Any]) -> str:
-    """Return the four most important figures, each with a related one."""
+    """Return the HTML of four tiles: the most important figures, each with a related one below it."""
     shown = (
         ("bubble", formats.share(report["bubble_ratio"]), f"steady {formats.share(report['bubble_ratio_steady'])}"),
         (
@@ -26,7 +26,7 @@ def tiles(report: Mapping[str, Any]) -> str:
 
 
 def details(report: Mapping[str, Any]) -> str:
-    """Return all further figures, folded."""
+    """Return the HTML of all further figures, in a section that the reader can unfold."""
     rows = [(name, escape(value), unit, meaning) for name, value, unit, meaning in (*_work(report), *_trust(report))]
     folded = table(("figure", "value", "unit", "meaning"), rows, kind="details")
     return f"<details><summary>details: all figures</summary>{folded}</details>"

@@ -1,8 +1,8 @@
 """Draw the README's picture: the timelines of the same work under two policies, from the HTML page.
 
-    python examples/benchmarks/draw_timelines.py --work-dir /tmp/m300 --output docs/benchmarks/results/orca-sarathi.png
+    python examples/benchmarks/draw_timelines.py --work-dir /tmp/m300 --output docs/benchmarks/results/orca-balanced.png
 
-Runs `orca` and `sarathi` on the workload of measure_300m.py at P:D 8, with two stages and one compute thread each.
+Runs `orca` and `balanced` on the workload of measure_300m.py at P:D 8, with two stages and one compute thread each.
 Makes the page of `sarathi-pp compare --html` and takes a picture of its timeline (photograph.py). A JSON file next to
 the picture has the figures of both runs.
 """
@@ -25,7 +25,7 @@ from sarathi_pp.report.page.part import PagePart
 from sarathi_pp.report.run_reader import read_run
 from sarathi_pp.sim.workload import parse_workload
 
-POLICIES = ("orca", "sarathi")
+POLICIES = ("orca", "balanced")
 RATIO = 8
 STAGES = 2
 WIDTH, HEIGHT = 1100, 900
@@ -56,12 +56,13 @@ def run_for_page(work: Work, policy: str) -> PagePart:
     required=True,
     help="PNG file to write. Its figures go into a .json file.",
 )
-def main(work_dir: Path, output: Path) -> None:
+@click.option("--dtype", default="bfloat16", help="float32 on a CPU without bfloat16 products.")
+def main(work_dir: Path, output: Path, dtype: str) -> None:
     record = Record.begin()
     work_dir.mkdir(parents=True, exist_ok=True)
     if not (work_dir / "model" / "config.json").exists():
         make_checkpoint(work_dir / "model")
-    work = Work(work_dir, "bfloat16")
+    work = Work(work_dir, dtype)
     write_prompts(work.prompts(RATIO), parse_workload(work.workload(RATIO)).requests())
     with awake():
         runs = [run_for_page(work, policy) for policy in POLICIES]

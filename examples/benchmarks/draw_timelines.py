@@ -29,6 +29,8 @@ POLICIES = ("orca", "balanced")
 RATIO = 8
 STAGES = 2
 WIDTH, HEIGHT = 1100, 900
+# Parts of the timeline that explain its use.
+CONTROLS = "#timeline button, #timeline .hint"
 
 
 def run_for_page(work: Work, policy: str) -> PagePart:
@@ -67,7 +69,7 @@ def main(work_dir: Path, output: Path, dtype: str) -> None:
     with awake():
         runs = [run_for_page(work, policy) for policy in POLICIES]
     page = render_comparison_page(compare([(run.title, dict(run.report)) for run in runs]), runs)
-    photograph(page, "#timeline", output, drawn="html[data-drawn]", width=WIDTH, height=HEIGHT)
+    photograph(page, "#timeline", output, drawn="html[data-drawn]", width=WIDTH, height=HEIGHT, without=CONTROLS)
     record.write(
         output.with_suffix(".json"),
         {policy: {name: one.report[name] for name in FIGURES} for policy, one in zip(POLICIES, runs, strict=True)},

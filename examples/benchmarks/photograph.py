@@ -12,13 +12,16 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 
-def photograph(page_text: str, element: str, picture: Path, *, drawn: str, width: int, height: int) -> None:
+def photograph(
+    page_text: str, element: str, picture: Path, *, drawn: str, width: int, height: int, without: str = ""
+) -> None:
     """Write a PNG of one element of an HTML page.
 
     Args:
         page_text: the HTML.
         element: selector of the element.
         drawn: selector that exists when the page is complete.
+        without: selector of the parts that the picture leaves out.
     """
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "page.html"
@@ -27,5 +30,7 @@ def photograph(page_text: str, element: str, picture: Path, *, drawn: str, width
         page = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=1.5)
         page.goto(file.as_uri())
         page.wait_for_selector(drawn)
+        if without:
+            page.add_style_tag(content=f"{without} {{ display: none; }}")
         page.locator(element).screenshot(path=picture)
         browser.close()

@@ -155,7 +155,7 @@ def _launch(batch_options: BatchOptions, display: BatchConsoleDisplay, max_resta
     check_weights(batch_options, display)
     mesh = mesh_of(batch_options.config)
     descriptors = descriptors_of(batch_options.input_path, batch_options.output_path)
-    display.leave_to_workers()
+    display.leave_to_workers(batch_options.config.num_ranks)
     code = launch(mesh, sys.argv[1:], display, max_restarts=max_restarts, descriptors=descriptors)
     if code:
         checked.run_dir.write_end(code)

@@ -74,7 +74,7 @@ def _profile(
         if env is None and config.num_ranks > 1:
             from sarathi_pp.distributed.launcher import launch
 
-            display.leave_to_workers()
+            display.leave_to_workers(config.num_ranks)
             return launch(mesh_of(config), sys.argv[1:], display)
         with display.activity.phase("loading libraries"):
             from sarathi_pp.tuning.calibrate import run_profile

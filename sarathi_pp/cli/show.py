@@ -79,8 +79,9 @@ class ConsoleDisplay:
     ) -> None:
         self._status.close()
 
-    def leave_to_workers(self) -> None:
-        """Stop showing the activity: the first worker shows its own from now on."""
+    def leave_to_workers(self, num_workers: int) -> None:
+        """Stop showing the activity: the first worker shows its own, about a second after its start."""
+        self.say(f"starting {num_workers} processes")
         self._status.close()
 
     def warn(self, text: str) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,9 @@ class Module:
         return parts[0] if parts[0] != "sarathi_pp" or len(parts) == 2 else "/".join(parts[:2])
 
 
+@cache
 def modules(root: Path) -> list[Module]:
+    """Return the source files of a checkout. They are read and parsed once."""
     found = []
     for source in (root, root / "kernels"):
         for path in sorted(source.glob("sarathi_pp*/**/*.py")):
@@ -193,6 +195,7 @@ def _components(graph: dict[str, set[str]]) -> Iterator[list[str]]:
     yield from groups
 
 
+@cache
 def measure(root: Path) -> dict[str, object]:
     found = modules(root)
     total = sum(module.lines for module in found)

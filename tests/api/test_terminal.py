@@ -24,6 +24,7 @@ def progress(done: int, elapsed_s: float, compute_s: float) -> Progress:
         elapsed_s=elapsed_s,
         window_s=elapsed_s,
         output_tokens=10 * done,
+        tokens_computed=10 * done,
         stage_compute_s=(compute_s, compute_s),
     )
 
@@ -42,7 +43,7 @@ def test_a_call_shows_its_own_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         made.report_progress(progress(40, 110.0, 20.0))
         made.report_progress(progress(50, 120.0, 25.0))
     shown = out.getvalue()
-    assert "10 of 50 (20%), 0 running  10 tokens/s" in shown and "bubble 50.0%" in shown and "40 s left" in shown
+    assert "10 of 50 (20%), 0 running  10 tokens/s" in shown and "bubble so far 50.0%" in shown and "40 s left" in shown
 
 
 @pytest.mark.parametrize(("real", "shown"), [(False, True), (True, False)])

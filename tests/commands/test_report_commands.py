@@ -68,14 +68,14 @@ def test_the_report_in_every_form(runs, tmp_path):
 
 
 def test_a_fault_in_what_is_only_advised_costs_no_figure(runs, monkeypatch):
-    monkeypatch.setattr("sarathi_pp.report.run_reader.advise", lambda *_: 1 / 0)
+    monkeypatch.setattr("sarathi_pp.report.run_reader.advise", lambda *_, **__: 1 / 0)
     report = read_run(runs[0]).report
     assert report["advice"] == [] and "no advice: ZeroDivisionError: division by zero" in report["notes"]
     assert report["causes"].keys() == CAUSES
 
 
 def test_who_interrupts_what_is_only_advised_has_the_figures(runs, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sarathi_pp.report.run_reader.advise", interrupted)

@@ -1,5 +1,5 @@
-"""Kernels, each next to its plain reference. They import nothing of sarathi_pp.
+"""Compiled functions (kernels) for attention, linear layers and the steps between them. They import no sarathi_pp.
 
-triton/   for GPUs. Imports torch and triton.
+triton/   for GPUs, each with a reference in plain torch. Imports torch and triton.
 cpu/      for CPUs with AVX2 or AVX512-BF16. Imports numba, llvmlite, numpy and torch.
 """

@@ -1,12 +1,13 @@
 """Batch-invariant operations on CPU in float32: the result of a row depends on nothing but the row.
 
-With the libraries alone, the last bits of a row depend on how many rows are computed with it. A sampled token can
+With torch's operations alone, the last bits of a row depend on how many rows are computed with it. A sampled token can
 depend on those bits. So a run that is interrupted and resumed would not always draw the tokens of an undisturbed run.
 
     products       sum in another order if few rows are left for a thread. So rows are padded to a multiple of a step,
                    4 on a Zen 4. No library documents the step, so it is found by trying.
-    exp, cos, ...  give other last bits in registers than one by one. They go one by one if the numbers, or a thread's
-                   part of them, do not fill a register. So they are padded, and computed in pieces of one thread each.
+    exp, cos, ...  are computed for a whole SIMD register of numbers at once. Numbers that do not fill a register, at
+                   the end of a thread's part, are computed one by one, which gives other last bits. So the numbers are
+                   padded to whole registers, and computed in pieces that are small enough for one thread.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _CURVES: frozenset[Callable[..., Any]] = frozenset(
         *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin, Tensor.erf),
     )
 )
-# Numbers that torch gives to one thread (it splits more than 32768, and for gelu more than 16384). _REGISTER is a
-# multiple of the numbers that fill a register.
+# _PIECE numbers are computed by one thread: torch splits only more than 32768, and for gelu more than 16384. _REGISTER
+# is a multiple of the numbers that fill a register.
 _PIECE = 16384
 _REGISTER = 64
 
@@ -60,12 +61,13 @@ def batch_invariant_mode(dtype: torch.dtype, device: torch.device) -> AbstractCo
 
 @functools.cache
 def row_step(num_threads: int) -> int:
-    """Return the smallest step such that a row has the same bits with every multiple of the step as number of rows.
+    """Return the step to whose multiples rows are padded, found by trial.
 
-    If no step fits, warn and return the largest one.
+    A row of a float32 product has the same bits for every number of rows that is a multiple of the step. If no step
+    has this property, warn and return the largest one.
 
     Args:
-        num_threads: number of threads that torch computes with now.
+        num_threads: number of threads that torch computes with now. The step depends on it.
     """
     random = torch.Generator().manual_seed(0)
     inputs, outputs = _SIZES
@@ -108,7 +110,12 @@ def _curve(take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _is_float_product(args: Sequence[Any], at: int) -> bool:
-    """Return whether the call multiplies rows with a matrix and adds at most a vector, all given by position."""
+    """Return whether a call multiplies float32 rows with a matrix and adds at most a vector.
+
+    Args:
+        args: arguments of the call, all given by position.
+        at: index in `args` of the rows.
+    """
     if len(args) < at + 2 or (at and args[0].dim() != 1):
         return False
     weight: Tensor = args[at + 1]

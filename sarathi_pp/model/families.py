@@ -1,7 +1,7 @@
-"""The architectures that are proven exact, and the facts about each that other modules need. No torch here.
+"""The supported architectures (families), with the facts about each that other modules need. Imports no torch.
 
-Tests check every family in this table: its slices, chained over the paged cache, give the logits of the unmodified
-transformers model. Module names are paths inside the `...ForCausalLM` class:
+Tests check every family in this table. A model that is split into stages, with paged keys and values, must give the
+logits of the unmodified transformers model. Module names are paths inside the `...ForCausalLM` class:
 
     base.embed  base.positions  base.layers.0 .. base.layers.N-1  base.norm  lm_head
     |------- first stage ------|------ the stage of layer i ----|--- last stage ---|
@@ -20,24 +20,28 @@ class Family:
     """One supported architecture.
 
     Attributes:
+        architecture: name of the `...ForCausalLM` class, as in config.json.
+        model_type: name of transformers' configuration class, as in config.json.
+        base: path of the base model, which holds all modules except the LM head. The paths below start inside it.
         positions: module of learned positions; None if the family has none.
         project_in: module between embedding and layers; None if the family has none.
         project_out: module between layers and LM head; None if the family has none.
-        windows: layers that see only the last `sliding_window` tokens. "none": the model ignores that key. "every": all
-            layers, if the key is set. "by_type": the layers that `layer_types` calls sliding_attention. This repeats
-            how the model builds its masks, because not every family passes the window to its attention function
-            (qwen2_moe does not).
-        once: factors on the embedding that the base model applies even to activations from another stage. A stage that
-            does not embed sets them to 1.
+        lm_head: path of the LM head, outside the base model.
+        windows: layers with a sliding window of the length `sliding_window` in config.json. "none": no layer, and
+            the key is ignored. "every": all layers, if the key is set. "by_type": the layers that
+            `layer_types` calls sliding_attention. This repeats how the model builds its masks, because not every
+            family passes the window to its attention function (qwen2_moe does not).
+        once: attributes of the base model: factors that it multiplies with its input. A token must get them once, at
+            the embedding. So a stage whose input comes from another stage sets them to 1.
         softcap: name in config.json of the bound on attention scores; None if the family has no bound.
-        sinks: attention has one more logit per head.
+        sinks: attention has sinks: one more logit per head in the softmax, without a key or a value.
         keys: names in config.json of hidden_size and other settings, if they differ from these names.
-        kv_heads: value of num_key_value_heads that transformers' configuration class takes if config.json has none.
-            None: all heads. A test compares this, head_dim and tied with transformers.
-        head_dim: likewise for head_dim. None: hidden_size // heads.
-        tied: likewise for tie_word_embeddings.
-        widths: names in config.json of the sizes that tensor shards divide, besides heads (tensor_parallel.py). None:
-            not proven in shards.
+        kv_heads: num_key_value_heads if config.json has none, as in transformers' configuration class. None: the
+            number of attention heads. A test compares kv_heads, head_dim and tied with transformers.
+        head_dim: head_dim if config.json has none. None: hidden_size // number of attention heads.
+        tied: tie_word_embeddings if config.json has none: the LM head uses the embedding's weight.
+        widths: names in config.json of the sizes that tensor parallelism divides among ranks, besides the numbers of
+            heads (tensor_parallel.py). None: tensor parallelism is not proven exact, so it is refused.
     """
 
     architecture: str

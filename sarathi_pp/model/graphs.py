@@ -23,10 +23,10 @@ from sarathi_pp.model.inputs import CapturableInputs, Span
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
 
-# A larger microbatch keeps the device busy for longer than its launches take. Launching a model of 1.5B takes 1.5 times
-# as long as an H100 takes for 1,024 tokens (estimated).
+# A larger microbatch keeps the device busy for longer than its launches take, so a graph saves nothing. Launching a
+# model of 1.5B takes 1.5 times as long as an H100 takes for 1,024 tokens (estimated).
 _MOST_TOKENS = 2048
-# Sizes between two powers of two, so that sizes are at most an eighth apart.
+# Number of sizes between two powers of two: neighbouring sizes differ by at most an eighth.
 _STEPS_PER_DOUBLING = 8
 
 
@@ -55,7 +55,7 @@ class CudaGraph:
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
         finally:
-            # A failed capture leaves its own stream as the current one. No input waits for that stream.
+            # A failed capture leaves its own stream as the current one, and copies of inputs do not wait for that one.
             torch.cuda.set_stream(before)
 
     def replay(self) -> None:
@@ -67,9 +67,9 @@ class Shape:
     """The largest microbatch that a graph serves.
 
     Attributes:
-        num_tokens: most tokens.
-        num_seqs: most sequences.
-        decodes: every sequence has one token.
+        num_tokens: most tokens of the microbatch.
+        num_seqs: most sequences of the microbatch.
+        decodes: if true, it serves microbatches in which every sequence has one token; if false, all others.
     """
 
     num_tokens: int
@@ -78,9 +78,9 @@ class Shape:
 
 
 def graph_shapes(max_tokens: int, max_seqs: int) -> tuple[Shape, ...]:
-    """Return the shapes to capture for microbatches of up to max_tokens and max_seqs.
+    """Return the shapes to capture for microbatches of up to max_tokens tokens and max_seqs sequences.
 
-    The largest is first: all share memory.
+    The largest is first, because graphs share memory: what is large enough for the first one serves all.
     """
     sizes = graph_sizes(min(max_tokens, _MOST_TOKENS))
     decodes = [Shape(size, size, decodes=True) for size in sizes if size <= _up(min(max_seqs, max_tokens), sizes)]
@@ -89,7 +89,10 @@ def graph_shapes(max_tokens: int, max_seqs: int) -> tuple[Shape, ...]:
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, 16 .. 64 in steps of 8, then steps of at most an eighth. `most` is the last size."""
+    """Return the numbers of tokens to capture: 1, 2, 4, 8, 16 .. 64 in steps of 8, then in steps of at most an eighth.
+
+    The last one is `most`.
+    """
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -105,11 +108,11 @@ class StageGraphs:
     """The CUDA graphs of one stage, captured when this object is made.
 
     Attributes:
-        hits: microbatches that a graph ran.
-        misses: microbatches that fit no graph.
+        hits: number of microbatches that a graph ran.
+        misses: number of microbatches that fit no graph.
 
     Args:
-        shapes: shapes of the microbatches, the largest first.
+        shapes: largest microbatch of each graph, the largest first.
         graphs: an empty graph for each shape.
     """
 
@@ -141,11 +144,11 @@ class StageGraphs:
     def prepare(
         self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor] | None:
-        """Lay out a microbatch for the smallest graph that fits it.
+        """Write a microbatch's inputs for the smallest graph that fits it.
 
         Returns:
-            The forward; None if no graph fits. It takes hidden states, or None if the stage embeds, and returns what
-            StageModel.forward does. The result belongs to the caller.
+            The function that replays the graph; None if no graph fits. It takes hidden states, or None if the stage
+            embeds, and returns what StageModel.forward does. No later replay writes to this result.
         """
         num_tokens = sum(span.num_tokens for span in spans)
         decodes = num_tokens == len(spans)
@@ -162,7 +165,7 @@ class _StageGraph:
     """The graph of one shape.
 
     Args:
-        x: (most, hidden_size), from which all graphs read activations.
+        x: (most tokens of any graph, hidden_size), from which all graphs read activations.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class _StageGraph:
         self._out: Tensor | None = None
 
     def forward(self) -> Tensor:
-        """Compute the inputs at the graph's addresses."""
+        """Run the stage on the inputs that are at the graph's addresses, without the graph."""
         x = self._inputs.token_ids if self._model.embed else self._x
         return self._model.forward(x, self._inputs.inputs, self._kv, self._attention)
 

@@ -1,7 +1,7 @@
-"""The inputs of one microbatch on a stage, besides the activations: where its rows come from and where they go to.
+"""The inputs of one microbatch on a stage, besides the activations: positions, pages, and rows that need logits.
 
-Rows are the tokens of all spans, one after the other. The span of a prompt chunk has many rows, and that of a decode
-has one:
+A row is one token. A span is consecutive tokens of one sequence: several for a prompt chunk, one for a decode. The rows
+of a microbatch are the tokens of all its spans, one span after the other:
 
     spans    [s3 256..260)        [s1 300]  [s2 17]        start, num_tokens
     rows      0   1   2   3        4         5             T = 6
@@ -23,10 +23,11 @@ class Span(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
 
     Attributes:
-        pages: the sequence's page table so far, first page first. It may be longer than needed. An `array("q")` is read
+        pages: ids of the sequence's pages, first page first. There may be more than needed. An `array("q")` is read
             several times faster than a list.
-        prompt: the tokens belong to a prompt. This matters for a span of one token: if the cuts of a prompt must change
-            no bit, its attention is summed like that of its neighbours, not like a decode's.
+        prompt: the tokens belong to a prompt. This matters for a span of one token. Some backends sum the attention of
+            a decode in another order than that of a chunk. They sum a prompt's token as in a chunk, so that its bits do
+            not depend on how the prompt was cut into chunks.
     """
 
     start: int
@@ -36,12 +37,13 @@ class Span(NamedTuple):
 
 
 class SpanRows(NamedTuple):
-    """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens).
+    """One span as the attention backends see it: its rows are [first_row, first_row + num_tokens) of the microbatch.
 
     Attributes:
-        first_page: index in `of_all` of the span's first page.
-        num_pages: exactly the ceil(end / page_size) pages that hold keys [0, end).
-        of_all: the page ids of the microbatch.
+        start: position of the first token in its sequence.
+        first_page: index in `of_all` of the span's first page id.
+        num_pages: number of pages that hold the keys [0, end): ceil(end / page_size).
+        of_all: page ids of all spans of the microbatch, one span after the other.
         prompt: see Span.
     """
 
@@ -64,15 +66,18 @@ class SpanRows(NamedTuple):
 
 
 class StageInputs(NamedTuple):
-    """One microbatch of T rows for one stage. It is the same on every stage, is built once and is read by every layer.
+    """The index tensors of one microbatch of T rows. A stage builds them once, and each of its layers reads them.
+
+    They are equal on all stages.
 
     Attributes:
         position_ids: (T,) int64, index of each row's token in its sequence.
-        write_pages: (T,) int64, page for each row's K and V.
-        write_offsets: (T,) int64, place in that page.
-        logit_rows: (n,) int64, rows whose logits are wanted.
-        pages: (n,) int64, the spans' pages one after the other.
-        all_logits: logit_rows are all rows in order.
+        write_pages: (T,) int64, id of the page to which each row's key and value are written.
+        write_offsets: (T,) int64, index of the row's token within that page.
+        logit_rows: (n,) int64, indices of the rows whose logits are wanted.
+        spans: the spans, with their rows and pages.
+        pages: (m,) int64, page ids of all spans, one span after the other.
+        all_logits: logit_rows are all rows in order, so none has to be selected.
     """
 
     position_ids: Tensor
@@ -91,8 +96,12 @@ class StageInputs(NamedTuple):
 def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: int, device: torch.device) -> StageInputs:
     """Return all index tensors of one microbatch, moved to the device in one copy.
 
-    A span whose pages do not reach its last token is a bug of the caller, and an assertion fails. Otherwise it would
-    write into the pages of another sequence.
+    A span must have the pages of all its tokens. If it has too few, an assertion fails. Otherwise the span would write
+    into the pages of another sequence.
+
+    Args:
+        logit_rows: indices of the rows whose logits are wanted.
+        page_size: tokens per page.
     """
     laid = _Layout.of(spans, page_size)
     wanted = array("q", logit_rows)
@@ -104,17 +113,20 @@ def build_inputs(spans: Sequence[Span], logit_rows: Sequence[int], page_size: in
 
 
 class CapturableInputs:
-    """Inputs of every microbatch at the same addresses, as a CUDA graph reads them.
+    """The inputs for a CUDA graph, which reads the same memory addresses at each replay.
 
-    A smaller microbatch is padded: with rows at position 0 that are written to the spare page, and with logits of row
-    0.
+    `load` writes each microbatch to these addresses. A microbatch with fewer rows than the graph is padded. The padding
+    rows have position 0, and their keys and values go to the spare page. Missing logit rows are row 0.
 
     Attributes:
         token_ids: (num_tokens,) int64, for a stage that embeds.
+        inputs: all other inputs, except the spans.
 
     Args:
         num_tokens: rows of the graph.
         num_logit_rows: rows of the graph's logits.
+        num_pages: pages of the KV shard, and the most page ids of a microbatch. It is also the spare page's id.
+        page_size: tokens per page.
     """
 
     def __init__(
@@ -128,7 +140,10 @@ class CapturableInputs:
         self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)
 
     def load(self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]) -> StageInputs:
-        """Write a microbatch over the previous one, when the device reaches this point, and return its inputs there."""
+        """Write a microbatch over the previous one, and return its inputs.
+
+        The program does not wait. The device copies them after the work that it was given before.
+        """
         laid = _Layout.of(spans, self._page_size)
         num_tokens, num_logit_rows = self._sizes[0], self._sizes[4]
         parts = [
@@ -157,17 +172,17 @@ def _tensor(parts: Sequence[array[int]]) -> Tensor:
 
 
 class _Layout(NamedTuple):
-    """The places of the rows of some spans.
+    """Positions and pages of the rows of some spans, before they become tensors.
 
     Python's own arrays hold them, and are filled one page at a time. Between microbatches, the processor's caches are
     full of weights. Two dozen operations on small numpy arrays then take 1.5 times as long as these loops.
 
     Attributes:
-        positions: position of each row.
-        write_pages: page of each row.
-        write_offsets: place of each row in its page.
+        positions: position of each row's token in its sequence.
+        write_pages: see StageInputs.
+        write_offsets: see StageInputs.
         pages: see StageInputs.
-        used: number of pages per span.
+        used: number of pages that hold the span's keys, per span.
     """
 
     positions: array[int]
@@ -205,7 +220,7 @@ class _Layout(NamedTuple):
         """Return the spans with their rows and pages.
 
         Args:
-            page_ids: the pages, on the device.
+            page_ids: `pages` as a tensor on the device.
         """
         made: list[SpanRows] = []
         first_row = first_page = 0
@@ -217,16 +232,16 @@ class _Layout(NamedTuple):
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor in host memory. The device makes it when it reaches this point.
+    """Return a copy on the device of a tensor in host memory; on CPU, return the tensor itself.
 
-    The program does not wait.
+    The program does not wait. The device copies after the work that it was given before.
     """
     return host if device.type == "cpu" else pinned(host, device).to(device, non_blocking=True)
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor in memory from which a device copies on its own.
+    """Return the tensor in pinned memory, from which a CUDA device copies without the processor's help.
 
-    A copy from other memory waits for all work that the device was given before.
+    A copy from other memory waits for all work that the device was given before. On CPU, return the tensor itself.
     """
     return host if device.type == "cpu" else host.pin_memory()

@@ -1,6 +1,6 @@
-"""The paged keys and values of one stage's layers.
+"""The KV cache of one stage's layers: keys and values of all tokens so far, in pages.
 
-One K and one V tensor per layer, head-major within a page:
+Each layer has one tensor of keys and one of values. Within a page, heads come before tokens:
 
     (num_pages, num_kv_heads, page_size, head_dim)
      page       head          token      channel
@@ -19,19 +19,24 @@ from sarathi_pp.model.inputs import StageInputs
 
 
 def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one page over `num_layers` layers: keys and values of `page_size` tokens."""
+    """Return the bytes that one page takes in `num_layers` layers: keys and values of `page_size` tokens."""
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 class KVShard:
-    """Pages of the layers [first, end), by global index. The planner of the microbatches owns the page ids.
+    """The KV pages of the layers [first, end). Layer indices count over the whole model, from 0.
 
-    The pool is never touched before use, so a large one takes no resident memory until pages are written. Memory that
-    was not written is garbage and may hold NaN. Readers slice to the keys that a sequence has, because a masked weight
-    of 0 times NaN is NaN.
+    The coordinator, which plans the microbatches, decides which sequence has which page.
+
+    The tensors are not initialised. So a large KV cache takes no resident memory until pages are written. Memory that
+    was not written may hold NaN. Readers slice to the keys that a sequence has, because a masked weight of 0 times NaN
+    is NaN.
 
     Args:
-        spare: add one page with the id num_pages, for rows that are computed but not needed.
+        layers: (first, end).
+        num_pages: number of pages, with ids from 0.
+        page_size: tokens per page.
+        spare: add one page with the id num_pages. The padding rows of a CUDA graph write their keys and values there.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class KVShard:
         self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(first, end)]
 
     def keys(self, layer: int) -> Tensor:
-        """Return the key pages of a layer, (num_pages, num_kv_heads, page_size, head_dim). `layer` is global."""
+        """Return the key pages of a layer, (num_pages, num_kv_heads, page_size, head_dim). `layer` counts from 0."""
         return self._keys[self._local(layer)]
 
     def values(self, layer: int) -> Tensor:
@@ -66,7 +71,7 @@ class KVShard:
         return self._values[self._local(layer)]
 
     def write(self, layer: int, key: Tensor, value: Tensor, inputs: StageInputs) -> None:
-        """Write the microbatch's keys and values, each (T, num_kv_heads, head_dim), to the places in `inputs`."""
+        """Write keys and values, each (T, num_kv_heads, head_dim), to the pages and offsets that `inputs` names."""
         local = self._local(layer)
         self._keys[local][inputs.write_pages, :, inputs.write_offsets] = key
         self._values[local][inputs.write_pages, :, inputs.write_offsets] = value

@@ -11,20 +11,23 @@ _log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out. torch has its own class for that only on devices."""
+    """Return whether an error says that memory ran out.
+
+    torch has its own error class for that on GPUs only. On CPU it raises a RuntimeError with a certain text.
+    """
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def tells_of_memory(text: str) -> bool:
-    """Return whether the text of an error, reported by code that caught it, says that memory ran out."""
+    """Return whether an error's text says that memory ran out. It serves for errors that are logged, not raised."""
     return "out of memory" in text or "can't allocate memory" in text
 
 
 def give_back() -> None:
-    """Give the unused memory of a GPU back to the driver.
+    """Give GPU memory that torch keeps but does not use back to the driver.
 
-    Other processes get memory from the driver, and the driver is also asked how much is free.
+    Only then can other processes have it, and only then does the driver count it as free.
     """
     gc.collect()
     if not torch.cuda.is_available():
@@ -32,7 +35,7 @@ def give_back() -> None:
     try:
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        # Before 2.12, after a failed capture torch believes that the graph is still being captured, from then on.
+        # If capturing a CUDA graph has failed, torch before 2.12 believes from then on that it still captures.
         _log.warning("torch cannot give its unused memory back: %s", str(error).splitlines()[0])
 
 

@@ -1,4 +1,7 @@
-"""Sampling of token ids from logits. The token of a row depends only on its logits and its own parameters."""
+"""Sampling of token ids from logits, one token per row of logits.
+
+The token of a row depends only on the row's logits and sampling parameters, not on the other rows.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,12 @@ class Row(Protocol):
     """The sampling parameters of one token. top_k 0, top_p 1 and min_p 0 keep every token.
 
     Attributes:
-        position: index of the drawn token in prompt + output.
-        temperature: 0 for greedy.
-        seed: 64-bit signed.
+        position: index of the token to draw in its sequence, prompt included, from 0.
+        temperature: divisor of the logits; 0 takes the likeliest token (greedy).
+        top_k: number of the likeliest tokens to keep.
+        top_p: share of the probability that the kept tokens must reach, likeliest first.
+        min_p: least probability of a kept token, as a share of the likeliest token's.
+        seed: signed 64-bit integer. The random number is a hash of it and the position.
     """
 
     @property
@@ -40,13 +46,15 @@ class Row(Protocol):
 
 
 def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = None) -> tuple[list[int], list[bool]]:
-    """Return one token id per row of the (n, vocab) logits, and which rows failed because a logit is not finite.
-
-    The token id of a failed row is 0 and has no meaning. If several logits are the largest, greedy takes the lowest
-    token id.
+    """Draw one token per row of the (n, vocab) logits. If several logits are the largest, greedy takes the lowest id.
 
     Args:
-        by_kernels: draw with Triton's kernels. None: if they run on the device of the logits.
+        rows: sampling parameters of each row.
+        by_kernels: whether to draw with our Triton kernels. None: if they run on the device of the logits.
+
+    Returns:
+        The token ids, and for each row whether it failed because a logit is NaN or infinite. The token id of a failed
+        row is 0 and has no meaning.
     """
     assert logits.shape[0] == len(rows), f"{logits.shape[0]} rows of logits for {len(rows)} draws"
     if not rows:
@@ -62,7 +70,7 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
 
 
 def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
-    """Sample with Triton's kernels. The host waits once, for the token ids."""
+    """Do what `sample` does with our Triton kernels. The host waits for the device once, for the token ids."""
     from sarathi_pp_kernels.triton.sampling import drawn_tokens, greedy_tokens  # triton is optional
 
     if all(row.temperature == 0 for row in rows):
@@ -70,20 +78,23 @@ def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], 
     else:
         numbers = torch.tensor([_parameters(row) for row in rows], dtype=torch.float64)
         if logits.is_cuda:
-            numbers = numbers.pin_memory()  # a copy from other memory stops the host
+            numbers = numbers.pin_memory()  # a copy from other memory makes the host wait
         found = drawn_tokens(logits, numbers.to(logits.device, non_blocking=True))
     token_ids = found.tolist()
     return [max(token, 0) for token in token_ids], [token < 0 for token in token_ids]
 
 
 def _parameters(row: Row) -> tuple[float, ...]:
-    """Return a row's parameters in the order of the kernel's columns. A greedy row needs no random number."""
+    """Return a row's parameters in the order of columns that `drawn_tokens` reads, with the random number last.
+
+    A greedy row (temperature 0) uses no random number, so it gets 0.
+    """
     number = uniform(row.seed, row.position) if row.temperature else 0.0
     return row.temperature, row.top_k, row.top_p, row.min_p, number
 
 
 def _scanned(logits: Tensor) -> list[int]:
-    """Return what `_largest` returns, for bfloat16 on CPU: one pass over the logits, and a part of a second one."""
+    """Return what `_largest` returns, for bfloat16 on CPU. It reads the logits once, and a small part of them again."""
     from sarathi_pp_kernels.cpu import row_ops
 
     logits = logits.contiguous()
@@ -95,7 +106,7 @@ def _scanned(logits: Tensor) -> list[int]:
 
 
 def _largest(logits: Tensor) -> list[int]:
-    """Return the lowest index of the largest value of each row, or -1 if a value of the row is not finite."""
+    """Return the lowest index of the largest value of each row, or -1 if the row has a NaN or an infinite value."""
     values = logits.float()  # on CPU, reductions of bfloat16 take five times as long
     if values.device.type != "cpu":
         top, index = values.max(-1)
@@ -116,12 +127,12 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _draw(logits: Tensor, row: Row) -> int:
-    """Return the token at which the cumulative distribution, in token id order, exceeds the row's uniform number.
+    """Draw a token: the first, by id, at which the cumulative probability exceeds the row's random number.
 
-    All numbers are float64. The filters run in transformers' order, each on the tokens that the one before has left:
-    temperature, top-k, top-p, min-p. Top-p keeps a token while the likelier ones hold less than top_p. Min-p is
-    relative to the likeliest token. Every filter is a bound on the logit. So tokens that tie at the bound stay or go
-    together, and the likeliest token always stays.
+    All numbers are float64. Temperature, top-k, top-p and min-p are applied in this order, as in transformers. Each
+    filter sees the tokens that the one before has kept. Top-p keeps a token while the likelier ones hold less than
+    top_p. Min-p is relative to the likeliest token. Every filter is a bound on the logit. So tokens with equal logits
+    stay or go together, and the likeliest token always stays.
     """
     scores = logits.double().cpu()
     scores = (scores - scores.max()) / row.temperature
@@ -142,7 +153,13 @@ def _draw(logits: Tensor, row: Row) -> int:
 
 
 def _lightest_of_top_p(weights: Tensor, top_p: float) -> float:
-    """Return the smallest weight that stays. Tokens stay while the heavier ones hold less than top_p of the total."""
+    """Return the smallest weight that top-p keeps.
+
+    A token is kept while the tokens of larger weight hold less than top_p of the total weight.
+
+    Args:
+        weights: (n,) float64, weight of each token, not normalised.
+    """
     # numpy sorts a vocabulary of 150,000 in 0.6 ms, torch in 11 ms.
     descending = np.sort(weights.numpy())[::-1]
     cumulative = descending.cumsum()

@@ -1,16 +1,16 @@
 """One stage's part of an unmodified transformers model.
 
 The architecture's own `...ForCausalLM` class is subclassed at run time. Its constructor runs on the meta device, where
-it costs nothing. Then a MissingLayer replaces every module that the stage does not own:
+tensors take no memory. Then a MissingLayer replaces every module that the stage does not own:
 
     stage [0, 2)   embed  layer0  layer1  -       -       -       -     -
     stage [2, 5)   -      -       -       layer2  layer3  layer4  norm  LM head
     LM head alone  -      -       -       -       -       -       -     LM head
 
-transformers then loads, converts and initialises the remaining modules as usual. So layers keep their global index, and
-everything that depends on it. adapter.py connects attention with the pages. After loading, the modules are rewritten
-from outside. They are fused and packed (rewrite.py), and layers become one call (compiled_layers.py). The steps that
-transformers runs around them are removed (bare_model.py).
+transformers then loads, converts and initialises the remaining modules as usual. So layers keep their index in the
+whole model, and everything that depends on it. adapter.py connects attention with the KV pages. After loading, modules
+are replaced by faster ones. They are fused and packed (rewrite.py), and layers become one call (compiled_layers.py).
+The steps that transformers runs around the layers are removed (bare_model.py).
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from sarathi_pp.model.tensor_parallel import Split, TensorShard
 
 
 class StageModel:
-    """The layers [first, end) of a model of `num_layers`, with the embedding at 0 and the LM head at the end.
+    """One stage: the layers [first, end) of a model of `num_layers`. The first stage embeds, the last has the LM head.
 
     Attributes:
         module: the transformers model with missing layers, after the rewrites.
-        specs: the attention of each layer, made in its first call.
+        specs: the settings of each layer's attention, made in the layer's first call.
         bytes_read: bytes of tensor data that loading read.
         num_bytes: bytes of the weights in memory.
         steps: (1,) int64, layers computed so far. Another thread may read it while a microbatch is computed.
 
     Args:
-        windows: how many tokens back each layer sees, itself included, by global index; None for all.
-        bare_lm_head: see bare_model.py; None if the model has none.
+        windows: for each layer of the model, the number of tokens that a row sees, its own included; None for all.
+        bare_lm_head: LM head that can be called without the model around it (bare_model.py); None if there is none.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class StageModel:
 
     @torch.inference_mode()
     def forward(self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None) -> Tensor:
-        """Run one microbatch of T rows, write its keys and values into `kv` and return its activations.
+        """Run one microbatch of T rows (tokens), write its keys and values into `kv` and return its output.
 
         In float32 on CPU, with numba's attention, the result of a row depends only on its own sequence, to the last
         bit.
 
         Args:
             x: token ids (T,) int64 if the stage embeds, otherwise hidden states (T, hidden_size).
-            backend: replaces the stage's own.
+            backend: attention backend for this call; None for the stage's own.
 
         Returns:
             Logits (n, vocab_size) of `inputs.logit_rows` if the stage has the LM head, and n may be 0. Otherwise hidden
@@ -121,7 +121,7 @@ class StageModel:
 
     @torch.inference_mode()
     def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
-        """Run a microbatch on the last stage, and return the (n, size) inputs for an LMHead on another stage."""
+        """Run the last stage without its LM head, and return the (n, size) inputs for an LMHead on another stage."""
         with self._batch_invariant:
             return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
@@ -143,7 +143,7 @@ class LMHead:
     """The LM head of a model, without layers.
 
     Args:
-        size: channels of its inputs. See StageModel for the other arguments.
+        size: number of channels of its inputs. See StageModel for the other arguments.
     """
 
     def __init__(
@@ -187,21 +187,22 @@ def load_stage(
 
     Args:
         room_bytes: memory that the weights may take. None: no limit.
-        shard: this rank's part of the layers, if several ranks share them. All of them then run every microbatch, each
-            with the same number of KV heads.
-        count: counts the bytes while they are read.
+        shard: this rank's part of the layers, if several ranks share them (tensor parallelism). All of them then run
+            every microbatch, each with the same number of KV heads.
+        count: counter to which the bytes are added while they are read; None for a new one.
 
     Raises:
         MissingError: tensors are not in the checkpoint. The message names them.
-        InputError: tensors have no place in the model, or the wrong shape.
-        ConfigError: `num_layers` is not the model's, or the model has no such shards.
+        InputError: the checkpoint has tensors that the model does not have, or tensors of a wrong shape.
+        ConfigError: the model has another number of layers, or cannot be divided into that many shards.
         CapacityError: the weights do not fit into `room_bytes`.
     """
     first, end = layers
     family, config = load_config(directory)
     if config.num_hidden_layers != num_layers or not 0 <= first < end <= num_layers:
         raise ConfigError(
-            f"layers [{first}, {end}) of {num_layers} do not fit {directory}, which has {config.num_hidden_layers}"
+            f"{directory} has {config.num_hidden_layers} layers, and layers [{first}, {end}) of {num_layers} were "
+            f"requested; give num_layers={config.num_hidden_layers} and 0 <= first < end <= num_layers"
         )
     count = count or ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
@@ -233,10 +234,10 @@ def _load(
     shard: TensorShard | None,
     count: ReadCount,
 ) -> tuple[Any, int]:
-    """Return the transformers model with missing layers, weights loaded and fused, and the bytes of its weights.
+    """Load a stage as `load_stage` does. Return its transformers model, fused, and the bytes of its weights.
 
     Args:
-        count: counts the bytes that are read.
+        count: counter to which the bytes that are read are added.
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that this stage lacks
@@ -264,7 +265,7 @@ def _load(
             reports = [line for text in said for line in text.splitlines() if tells_of_memory(line)]
             if is_out_of_memory(error) or reports:
                 raise _too_large(layers, needed, reports[-1].strip() if reports else _first_line(error)) from error
-            raise InputError(f"{directory}: the weights do not fit config.json: {error}") from error
+            raise InputError(f"{directory}: weights and config.json do not match; download both: {error}") from error
     if device.type == "cpu" and _has_experts(config):
         # The default, a grouped product, supports only bf16 on CPU in the older of the supported torch releases.
         module.set_experts_implementation("eager")
@@ -292,7 +293,7 @@ def stage_bytes(
     """Return the bytes of weights that `load_stage` loads for the layers [first, end).
 
     Args:
-        layers: an empty range at the model's end counts the LM head alone, as `load_lm_head` loads it.
+        layers: (first, end). (n, n) in a model of n layers counts the LM head alone, as `load_lm_head` loads it.
         checkpoint: the tensors of the model; None reads them from the headers of its files.
     """
     family, config = load_config(directory)
@@ -310,9 +311,9 @@ def _stored(
     count: ReadCount,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[dict[str, StoredTensor], Split | None]:
-    """Return the stored tensors of some layers, or a shard's part of them.
+    """Return the stored tensors of the layers [first, end), or a shard's part of them.
 
-    Also return that shard's Split; None without shards.
+    Also return the Split that divides the layers among shards; None without shards.
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     checkpoint = checkpoint or open_checkpoint(directory)
@@ -329,7 +330,7 @@ def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
-    """Return how many tokens back each layer sees, itself included; None for all. It follows the model's masks."""
+    """Return each layer's number of tokens that a row sees, its own included, as in the model's masks; None for all."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds: Any = getattr(config, "layer_types", None)
     return tuple(
@@ -341,7 +342,7 @@ def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:
 
 
 class _NoPositions(nn.Module):
-    """A module that replaces learned positions on a stage that does not embed. It adds nothing."""
+    """A module that replaces learned positions on a stage that does not embed. It returns 0, which changes nothing."""
 
     def forward(self, like: Tensor, *args: object, **kwargs: object) -> Tensor:
         return torch.zeros((), device=like.device)
@@ -425,7 +426,7 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
     """
     where = f"{directory}: layers [{layers[0]}, {layers[1]})"
     if loaded["missing_keys"]:
-        raise MissingError(f"{where}: the checkpoint does not hold {_some(loaded['missing_keys'])}")
+        raise MissingError(f"{where}: the checkpoint lacks {_some(loaded['missing_keys'])}; download the model again")
     if loaded["mismatched_keys"]:
         name, stored, asked = min(loaded["mismatched_keys"])
         raise InputError(
@@ -433,7 +434,10 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
             "and weights are of different models"
         )
     if loaded.get("error_msgs"):
-        raise InputError(f"{where}: tensors do not fit the layers of config.json: {_some(loaded['error_msgs'])}")
+        raise InputError(
+            f"{where}: transformers cannot load the weights as config.json describes them: "
+            f"{_some(loaded['error_msgs'])}\n  try  download config.json and the weights again"
+        )
     if loaded["unexpected_keys"]:
         raise InputError(
             f"{where}: the model has no place for {_some(loaded['unexpected_keys'])}; config.json and weights "
@@ -472,10 +476,10 @@ class _Said(logging.Handler):
 
 @contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Silence transformers' progress bar and report while loading. The caller raises what matters in the report.
+    """Silence transformers' progress bar and log while loading.
 
     Yields:
-        The texts that transformers logs meanwhile. An error while it puts experts together is reported only there.
+        A list to which transformers' log texts are appended. Some errors, as when it merges experts, are only there.
     """
     said, theirs = _Said(), logging.getLogger("transformers")
     before = theirs.level, theirs.handlers, theirs.propagate

@@ -1,16 +1,16 @@
-"""One of several shards of a stage's layers.
+"""Tensor parallelism: one rank's shard of a stage's layers.
 
 Each shard holds a part of every large product and a full copy of all other modules.
 
-The configuration's `base_model_tp_plan` names those products:
+The configuration's `base_model_tp_plan` names those products, and the style of each. Shard i of T computes:
 
     colwise           x -> outputs [i/T, (i+1)/T)         query, key, value, gate, up: whole heads, whole channels
     rowwise           inputs [i/T, (i+1)/T) -> a summand  the products after them, whose summands are added up
     packed_colwise    two colwise ones in one tensor      gate and up of all experts
     moe_tp_experts    experts that give summands          added up once, after all experts
 
-So hidden states are complete on every shard, and the same to the last bit. Embedding, norms, routers, shared experts
-and LM head are complete on every shard too.
+The summands of all shards are added up after each such product. So hidden states are complete on every shard, and the
+same to the last bit. Embedding, norms, routers, shared experts and LM head are complete on every shard too.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ _EXPERT_STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """One shard of `size`, and the sum over the stage's shards.
+    """This rank's shard of a stage, and the function that adds up the tensors of all shards.
 
     Attributes:
-        all_reduce: returns the sum of the shards' tensors, which have one shape and dtype. It works in place if
-            possible, and gives the same bits on every shard. All shards call it alike, in the same order. The order of
-            the summands must not depend on the place in the tensor or on its shape. Otherwise the result of a row would
-            depend on the rows computed with it. gloo's all-reduce of three or more breaks this rule. Gathering the
-            parts and adding them in the order of their indices keeps it.
+        index: index of the shard, from 0.
+        size: number of shards.
+        all_reduce: returns the sum of one tensor per shard, all of one shape and dtype. It works in place if possible,
+            and gives the same bits on every shard. All shards make the same calls in the same order. The order of the
+            summands must not depend on the place in the tensor or on its shape. Otherwise the result of a row would
+            depend on the rows computed with it. gloo's all-reduce of three or more ranks breaks this rule. Gathering
+            the tensors and adding them in the order of the shards' indices keeps it.
     """
 
     index: int
@@ -63,7 +65,7 @@ class TensorShard:
 
 
 class Summed(nn.Module):
-    """A module whose output on each shard is a summand, together with the sum over the shards."""
+    """A module that computes a summand on each shard, and then returns the sum over all shards."""
 
     def __init__(self, summand: nn.Module, all_reduce: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -75,15 +77,16 @@ class Summed(nn.Module):
 
 
 class Split:
-    """A shard's part of the layers [first, end).
+    """The division of the layers [first, end) among shards, seen from one shard.
 
-    First call `take` and `narrow`, in any order, and `join` when everything is loaded.
+    `take` cuts the stored tensors, and `narrow` the modules before they are loaded. Call both, in any order. When
+    everything is loaded, call `join`, which adds the sums over the shards.
 
     Args:
-        plan: the configuration's base_model_tp_plan.
+        plan: the configuration's base_model_tp_plan: module names and their styles.
 
     Raises:
-        UnsupportedModelError: the plan splits something that is not supported here, or nothing.
+        UnsupportedModelError: the plan is empty, or splits modules in a style that is not supported here.
     """
 
     def __init__(
@@ -96,8 +99,9 @@ class Split:
         unknown |= {name: style for name, style in splits.items() if not name.startswith(prefix)}
         if unknown or not splits:
             raise UnsupportedModelError(
-                f"{family.architecture}: this release of transformers splits {unknown or 'nothing'}; only "
-                f"{', '.join(_STYLES)} in layers are supported\n  try  without --tensor-parallel-size"
+                f"{family.architecture}: the tensor-parallel plan of this release of transformers has "
+                f"{unknown or 'no entries'}; only modules of layers, in the styles {', '.join(_STYLES)}, are "
+                f"supported\n  try  without --tensor-parallel-size"
             )
         self._styles = {name.removeprefix(prefix): style for name, style in splits.items()}
         self._in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.\d+\.(.+)$")
@@ -108,7 +112,7 @@ class Split:
     def take(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return this shard's part of stored tensors, by their stored names.
 
-        A bias that follows a sum is added once: only the first shard has it.
+        A bias of a product that is summed over the shards must be added once. So only shard 0 has it.
 
         Raises:
             ConfigError: a tensor cannot be divided by the number of shards.
@@ -141,7 +145,7 @@ class Split:
     def join(self, layers: nn.ModuleList) -> None:
         """Add the sum over the shards after every module that gives a summand.
 
-        Fused and packed modules keep its name.
+        Modules are found by name. Those that were fused or packed after `narrow` have kept their names.
         """
         assert self._sums, "nothing was split"
         for index, name in self._sums:
@@ -150,7 +154,7 @@ class Split:
             setattr(owner, leaf, Summed(getattr(owner, leaf), self._shard.all_reduce))
 
     def _style(self, key: str) -> tuple[str | None, bool]:
-        """Return the style of a stored name, and whether it is a bias."""
+        """Return the style in which a stored tensor is split (None: it is not split), and whether it is a bias."""
         match = self._in_layer.search(key)
         if match is None:
             return None, False
@@ -189,7 +193,7 @@ class Split:
 
 
 def _find(layer: nn.Module, name: str) -> Any:
-    """Return the layer's part of that name; None if the layer has none, as dense layers in a model with experts."""
+    """Return a layer's module or parameter by name; None if it has none, as dense layers of a model with experts."""
     found: Any = layer
     for part in name.split("."):
         found = getattr(found, part, None)

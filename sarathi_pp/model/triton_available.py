@@ -10,7 +10,7 @@ import torch
 
 from sarathi_pp.errors import StoppedError
 
-# Below it, tensor cores have no bfloat16, and no kernel here was ever compiled for less.
+# The lowest compute capability. Below it, tensor cores have no bfloat16, and no kernel here was ever compiled for less.
 _LEAST_CAPABILITY = (8, 0)
 
 _log = logging.getLogger(__name__)
@@ -22,12 +22,13 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def why_no_kernels(device: torch.device) -> str | None:
-    """Return why the kernels do not run on a device, or None if they do.
+    """Return why our Triton kernels do not run on a device, or None if they do.
 
-    Without them, torch's own operations do the work.
+    The reason continues a sentence that begins with "triton", such as "is not installed". Without the kernels, torch's
+    own operations do the work.
 
-    Triton comes with torch's builds for CUDA, but it compiles on the machine that runs it. So one kernel is tried.
-    Otherwise a missing C compiler or missing headers would end a run at its first microbatch.
+    Triton comes with torch's builds for CUDA, but it compiles on the machine that runs it. So one kernel is compiled
+    and run here. Otherwise a missing C compiler or missing headers would end a run at its first microbatch.
     """
     if device.type != "cuda":
         return "runs on cuda"

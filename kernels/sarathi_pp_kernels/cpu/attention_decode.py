@@ -1,18 +1,19 @@
 """Attention of few rows of a sequence over paged keys and values: one compiled pass that reads every page in place.
 
-A tile is one row or some consecutive rows of a sequence. Each tile takes three steps over the pages of its sequence:
+A row is one token. A tile is one row or some consecutive rows of a sequence. Each tile takes three steps over the pages
+of its sequence:
 
-    scores    every head's products with the keys, and the largest per head
-    weights   softmax in place, with the soft cap and the sinks
-    sums      the values, weighted
+    scores    products of every query head with the keys, and the largest product per head
+    weights   softmax of the scores in place, with the soft cap and the sinks
+    sums      the values, multiplied by the weights and added up
 
 Pages are walked in order with all heads of a page together, because they are stored in that order. The next page is
-prefetched while this one is computed. A decode is a read of its KV, and pages are scattered in memory. Without
-prefetching, the processor would wait for each of them. Pages come to the second-level cache, which can have more lines
-under way than the first.
+prefetched while this one is computed. The time of a decode is that of reading its pages, which are scattered in memory.
+Without prefetching, the processor would wait for each of them. Pages come to the second-level cache, which can have
+more lines under way than the first.
 
 Measured on one core of a Zen 4, with 700 keys of 8 KV heads of 64 channels. bfloat16 in attention_decode_simd.py takes
-83 us per row and layer, which is 17 GB/s. It takes 142 us by way of the first-level cache and 137 us without
+83 us per row and layer, which is 17 GB/s. It takes 142 us if pages come to the first-level cache, and 137 us without
 prefetching. float32 takes 217 us against 284 us. On a Zen 5, gathering the pages for torch's products takes 330 to 400
 us for 763 keys.
 
@@ -49,7 +50,14 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
 def scratch_floats(count: int, end: int, num_heads: int, head_dim: int) -> int:
-    """Return the float32 values of scratch for a tile, see `compile_kernel`: queries, sums, largest scores, scores."""
+    """Return the number of float32 values of scratch memory that the kernel of `compile_kernel` needs for a tile.
+
+    The scratch holds queries, sums, largest scores and scores.
+
+    Args:
+        count: number of rows of the tile.
+        end: number of keys that the tile's first row sees.
+    """
     return count * num_heads * (2 * head_dim + 1 + end + count)
 
 
@@ -80,7 +88,7 @@ def _fetch(first, num_bytes):  # type: ignore[no-untyped-def]
 
 @inlined
 def _score_block(kind, keys, low, high, query, scores, top, head_dim):  # type: ignore[no-untyped-def]
-    """Multiply one query head with keys [low, high) of a page, and return the largest product so far."""
+    """Multiply one query head with keys [low, high) of a page. Return the largest of `top` and the products."""
     for token in range(low, high):
         dot = _FLOAT(0)
         for channel in range(head_dim):
@@ -93,7 +101,13 @@ def _score_block(kind, keys, low, high, query, scores, top, head_dim):  # type: 
 
 @inlined
 def _to_weights(scores, count, top, scaling, softcap, sink):  # type: ignore[no-untyped-def]
-    """Turn `count` products into softmax weights. softcap 0 and sink -inf mean none."""
+    """Turn `count` products into softmax weights, in place.
+
+    Args:
+        top: the largest product.
+        softcap: soft cap of the scores; 0 for none.
+        sink: the head's sink; -inf for none.
+    """
     top *= scaling
     if softcap > 0:
         top = _FLOAT(np.tanh(top / softcap)) * softcap
@@ -117,7 +131,7 @@ def _to_weights(scores, count, top, scaling, softcap, sink):  # type: ignore[no-
 
 @inlined
 def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore[no-untyped-def]
-    """Add a page's weighted values [low, high). Values outside may never have been written."""
+    """Add values [low, high) of a page, times their weights, to `out`. Others may not have been written: never read."""
     token = low
     while token + _UNROLL <= high:
         for channel in range(head_dim):
@@ -139,20 +153,20 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
     """Return the kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape. `group` query heads share a KV head.
 
         kernel(query, row_step, head_step, keys, values, num_kv_heads, places, counts, pages, tables, ends, window,
-            scaling,
-               softcap, sinks, scratch, out, begin, stop)
+               scaling, softcap, sinks, scratch, out, begin, stop)
 
     The kernel computes tiles [begin, stop) without the interpreter's lock. Arrays are given by address, and integer
     arrays are int64. Tile t is rows [places[t], places[t] + counts[t]) of the microbatch.
 
         query           (T, H, D), with rows row_step and heads head_step elements apart
         keys, values    of one layer, (num_pages, num_kv_heads, page_size, D)
-        pages           page ids of all tiles; those of tile t start at tables[t]
+        pages           page ids of all tiles; those of tile t start at index tables[t]
         ends            the first row of tile t sees the keys before ends[t], and each further row sees one more
         window          most keys that a row sees, the last ones; 0 for all
-        softcap         0 for none
+        scaling         factor on the products of queries and keys
+        softcap         soft cap of the scores; 0 for none
         sinks           (H,) float32, -inf for none
-        scratch         the most that `scratch_floats` returns for a tile
+        scratch         memory for the most float32 values that `scratch_floats` returns for one of the tiles
         out             (T, H, D), contiguous
     """
     item = 4 if kind == FLOAT32 else 2

@@ -1,8 +1,8 @@
 """Attention of single rows over paged bfloat16 keys and values, with SIMD products.
 
-The steps are those of attention_decode.py, with products of bfloat16 pairs. The scores of sixteen tokens are computed
-at once, and so are the weighted values of two tokens and several heads. Weights are rounded to bfloat16 as in
-attention_prefill.py. Scores, the softmax and sums are float32.
+The steps are those of attention_decode.py, with instructions that multiply pairs of bfloat16. The scores of sixteen
+tokens are computed at once, and so are the weighted values of two tokens and several heads. Softmax weights are rounded
+to bfloat16 as in attention_prefill.py. Scores, the softmax and sums are float32.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Kernel = Callable[..., None]
 
 _FLOAT = np.float32
 _LOG2_E = _FLOAT(1.4426950408889634)
-# Approximate distance at which lines are prefetched. Memory has time to answer, and the first-level cache has room.
+# Approximate distance, in bytes, from the line that is read to the line that is prefetched. It is far enough for memory
+# to answer in time, and near enough for the first-level cache to keep the lines in between.
 _AHEAD_BYTES = 6144
-# Registers for sums, out of 32.
+# Most registers for sums, out of 32.
 _MOST_SUMS = 16
 
 
 def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int) -> int:
-    """Return the float32 values of scratch for rows of up to most_keys keys.
+    """Return the number of float32 values of scratch memory for rows that see up to most_keys keys.
 
-    These are sums, totals, largest scores, scores and weights.
+    The scratch holds sums, totals, largest scores, scores and weights.
     """
     return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
 
@@ -38,15 +39,15 @@ def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int
 def _distance(size: int) -> int:
     """Return how many bytes ahead to prefetch if `size` bytes are read at a time.
 
-    It is a multiple of `size`. So no prefetch crosses the end of a page, after which another sequence's page may
-    follow. Large sizes are an exception, since they are rarely the last of a page.
+    It is a multiple of `size`. So no prefetch crosses the end of a page. There, the page of another sequence may
+    follow. Sizes above 12288 bytes are an exception, since such a block is rarely the last of a page.
     """
     return max(1, _AHEAD_BYTES // size) * size if size <= 2 * _AHEAD_BYTES else _AHEAD_BYTES
 
 
 @inlined
 def _ahead(page, following, offset, distance, page_bytes):  # type: ignore[no-untyped-def]
-    """Return the address `distance` bytes after an offset in a page, in this page or in the one that follows."""
+    """Return the address `distance` bytes after an offset in a page: in this page, or in the sequence's next page."""
     there = offset + distance
     return page + there if there < page_bytes else following + min(there - page_bytes, offset)
 
@@ -57,14 +58,15 @@ def _weigh(  # type: ignore[no-untyped-def]
 ):
     """Turn scores [0, width) of several heads into weights, 0 outside [low, high), and sum up each head's weights.
 
-    The scores are used up.
+    The scores are overwritten.
 
     Args:
-        heads: a literal.
-        step: elements between the scores of two heads, and between their weights.
+        heads: number of heads, a literal (simd/).
+        step: number of elements between the scores of two heads, and between their weights.
+        softcap: soft cap of the scores; 0 for none.
         sinks: one per head, -inf for none.
-        tops: scratch.
-        totals: the sums.
+        tops: scratch memory for the largest score of each head.
+        totals: each head's sum is written here.
     """
     slope = _FLOAT(1) if softcap > 0 else scaling * _LOG2_E  # capped scores are already scaled
     for head in range(heads):
@@ -90,7 +92,8 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
         kernel(query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling,
                softcap, sinks, scratch, out, begin, stop)
 
-    See attention_decode.compile_kernel. Tiles have one row. Queries, keys, values and outputs are bfloat16.
+    See attention_decode.compile_kernel for the arguments. Each tile is one row. Queries, keys, values and outputs
+    are bfloat16.
     """
     lines = head_dim // 32
     at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))

@@ -1,15 +1,16 @@
 """Attention of prompt chunks over paged bfloat16 keys and values: SIMD products, one compiled pass.
 
-For each KV head, keys are taken in blocks of a size that stays in the second-level cache. A block is laid out once for
-all rows and all query heads that share it:
+For each KV head, keys are read in blocks of a size that stays in the second-level cache. A block is copied once, for
+all rows and all query heads that share it, into the order that products read (simd/ explains panels and lines):
 
     keys     panels of 16 tokens, a line for each pair of channels        scores = queries x panels
     values   panels of 16 channels, a line for each pair of tokens        sums = weights x panels
 
-Then tiles of six rows go through scores, softmax and sums. A row's state so far is its largest score, the sum of its
-weights and its weighted values. The state is kept between blocks and scaled down if a larger score comes. This is the
-online softmax of FlashAttention (arXiv 2205.14135, section 3.1), so scratch is limited whatever the context. Queries,
-keys, values and weights are bfloat16 in the products, and everything else is float32.
+Then scores, softmax and sums are computed for six rows (a tile) at a time. A row's state so far is its largest score,
+the sum of its weights and its weighted values. The state is kept between blocks and scaled down if a larger score
+comes. This is the online softmax of FlashAttention (arXiv 2205.14135, section 3.1), so scratch memory is limited
+whatever the length of the context. Queries, keys, values and weights are bfloat16 in the products, and everything else
+is float32.
 
 Measured on one core of a Zen 5, with 16 heads and 8 KV heads of 64 channels, 256 rows after 512 keys. It takes 1.76 ms
 per layer, at 73 % of the rate of the linear layers' products. torch's products (sdpa.py) take 4.9 ms.
@@ -37,17 +38,21 @@ _NONE = _FLOAT(-np.inf)
 _LOG2_E = _FLOAT(1.4426950408889634)
 TILE_ROWS = 6
 BLOCK_KEYS = 1024
-# Most states that are kept at once: query heads of one KV head, times rows.
+# Most states that are kept at once. A state belongs to one row and one query head of a KV head.
 _MOST_STATES = 960
 
 
 def rows_at_once(group: int) -> int:
-    """Return the rows of a chunk that go through the keys together."""
+    """Return the number of rows of a chunk for which each block of keys is laid out once.
+
+    Args:
+        group: number of query heads that share a KV head.
+    """
     return max(_MOST_STATES // group // TILE_ROWS, 1) * TILE_ROWS
 
 
 def scratch_floats(rows: int, group: int, head_dim: int) -> int:
-    """Return the float32 values of scratch that `attend` needs for chunks of up to `rows` rows."""
+    """Return the number of float32 values of scratch memory that `attend` needs for chunks of up to `rows` rows."""
     rows = min(-(-rows // TILE_ROWS) * TILE_ROWS, rows_at_once(group))
     laid_out = BLOCK_KEYS * head_dim  # keys and values, two to a word
     tile = TILE_ROWS * (BLOCK_KEYS + BLOCK_KEYS // 2 + head_dim)
@@ -56,7 +61,7 @@ def scratch_floats(rows: int, group: int, head_dim: int) -> int:
 
 @inlined
 def _lay_out_keys(keys, page, page_tokens, row_words, to):  # type: ignore[no-untyped-def]
-    """Lay out a page's keys of one head, (page_tokens, row_words) words, as page_tokens / 16 panels."""
+    """Copy a page's keys of one head, (page_tokens, row_words) words, into page_tokens / 16 panels."""
     for panel in range(page_tokens // 16):
         words = panel * 16 * row_words
         transpose(keys + (page + words) * 4, row_words, 16, to + words * 4, 16, row_words)
@@ -64,9 +69,9 @@ def _lay_out_keys(keys, page, page_tokens, row_words, to):  # type: ignore[no-un
 
 @inlined
 def _lay_out_values(values, page, first, count, head_dim, to, panel_words):  # type: ignore[no-untyped-def]
-    """Lay out `count` tokens of a page's values in each channel panel, from line first / 2 on.
+    """Copy the values of `count` tokens of a page into all channel panels, from line first / 2 on.
 
-    A last token without a partner gets a zero.
+    A line holds pairs of tokens. If `count` is odd, the last token is paired with zeros.
     """
     for token in range(0, count, 2):
         place = values + (page + token * head_dim) * 2
@@ -75,7 +80,7 @@ def _lay_out_values(values, page, first, count, head_dim, to, panel_words):  # t
 
 @inlined
 def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, out_row):  # type: ignore[no-untyped-def]
-    """Multiply six rows of x with adjacent panels, in float32: four panels at a time, then two, then one."""
+    """Multiply six rows of x with num_panels adjacent panels: four at a time, then two, then one. Write float32."""
     panel = 0
     while panel + 4 <= num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
@@ -94,15 +99,17 @@ def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, o
 def _weigh_tile(  # type: ignore[no-untyped-def]
     scores, weights, width, first, block_end, window, scaling, softcap, states, totals, head_dim, scratch
 ):
-    """Turn scores of six rows into weights, and scale down the state that the rows have so far.
+    """Turn a block's scores of six rows into weights, and update the state that the rows have so far.
 
-    The scores are used up. Rows of scores, and of weights, are BLOCK_KEYS apart.
+    The scores are overwritten. Rows of scores, and of weights, are BLOCK_KEYS elements apart.
 
     Args:
-        first: position of the first row, counted from the first score on.
-        block_end: first key after the block, counted likewise.
-        states: states of the first row.
-        totals: weighted values of the first row.
+        width: number of scores per row.
+        first: position of the first row, counted from the key of the first score.
+        block_end: end of the block's keys, counted from the same key.
+        window: most keys that a row sees; 0 for all.
+        states: largest score and sum of weights, for each row from the first on.
+        totals: weighted values, for each row from the first on.
         scratch: 2 * TILE_ROWS float32.
     """
     tops, added = scratch, scratch + TILE_ROWS * 4
@@ -134,7 +141,7 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
 
 @inlined
 def _seen(position, block_end, window, width):  # type: ignore[no-untyped-def]
-    """Return the keys [low, high) of [0, width) that a row sees. It sees none if low >= high."""
+    """Return the keys [low, high) of [0, width) that the row at a position sees. It sees none if low >= high."""
     low = min(max(position - window + 1, 0), width) if window else 0
     return low, max(min(position + 1, block_end, width), 0)
 
@@ -144,26 +151,28 @@ def attend(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0915  (loops, one 
     query, query_row, query_head, keys, values, num_kv_heads, group, head_dim, page_tokens, pages, start, num_rows,
     most_rows, first_head, end_head, scaling, softcap, window, sinks, scratch, out,
 ):  # fmt: skip
-    """Compute rows [start, start + num_rows) of one sequence for the KV heads [first_head, end_head).
+    """Compute attention of rows [start, start + num_rows) of one sequence, for the KV heads [first_head, end_head).
 
-    Addresses count bytes. page_tokens and head_dim are multiples of 16.
+    Arrays are given by address. page_tokens and head_dim are multiples of 16.
 
     Args:
-        query: bfloat16.
-        query_row: words between two rows of `query`.
-        query_head: words between two heads of `query`.
-        keys: of one layer, (num_pages, num_kv_heads, page_tokens, head_dim) bfloat16.
+        query: bfloat16, from the first of these rows on.
+        query_row: number of words (of two bfloat16) between two rows of `query`.
+        query_head: number of words between two heads of `query`.
+        keys: keys of one layer, (num_pages, num_kv_heads, page_tokens, head_dim) bfloat16.
         values: like keys.
-        pages: int64.
-        most_rows: rows that share keys laid out, `rows_at_once(group)`.
-        softcap: 0 for none.
-        window: 0 for none.
+        group: number of query heads that share a KV head.
+        page_tokens: tokens per page.
+        pages: int64 page ids of the sequence, from its first page on.
+        most_rows: number of rows for which each block of keys is laid out once: `rows_at_once(group)`.
+        softcap: soft cap of the scores; 0 for none.
+        window: most keys that a row sees; 0 for all.
         sinks: float32 of each query head, -inf for none.
-        scratch: `scratch_floats` float32.
+        scratch: memory for as many float32 values as `scratch_floats` returns.
         out: (num_rows, num_kv_heads * group, head_dim) bfloat16.
     """
     words, num_heads = head_dim // 2, num_kv_heads * group
-    panel_words = BLOCK_KEYS // 2 * 16  # of a channel panel of values
+    panel_words = BLOCK_KEYS // 2 * 16  # words of a channel panel of values
     zeros = scratch
     for at in range(64):
         store_float(zeros, at, _FLOAT(0))

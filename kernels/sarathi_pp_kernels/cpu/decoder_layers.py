@@ -1,7 +1,8 @@
 """All layers of a stage in one compiled call: Llama's decoder layers in bfloat16 on one thread.
 
-The same kernels run in the same order as if each layer called them from Python, so no bit differs. This saves the work
-of Python between them. All arguments are passed by address. DecoderLayersCall is the interface for tensors.
+The same kernels run in the same order as if each layer called them from Python, so no bit differs. This saves Python's
+time between two kernels. All arrays are passed by address. DecoderLayersCall (decoder_layers_call.py) is the interface
+that takes tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from sarathi_pp_kernels.cpu.simd.call import address_of, caller
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
 from sarathi_pp_kernels.cpu.simd.memory import load_bf16, round_lines, store_float
 
-# The addresses of a layer's tensors, see DecoderLayer; 0 for no tensor. `window` is a number of tokens, 0 for none.
+# One layer: the addresses of its tensors, which DecoderLayer describes; 0 if it has no such tensor. Only `window` is no
+# address but the most keys that a row sees; 0 for all.
 LAYER = np.dtype(
     [
         (name, np.int64)
@@ -33,8 +35,11 @@ class Shape(NamedTuple):
     """The sizes that all layers have in common.
 
     Attributes:
-        head_epsilon: epsilon of the norms of heads.
-        most_rows: see `attend`.
+        inner_size: number of channels inside the MLP.
+        epsilon: epsilon of the norms before attention and MLP.
+        head_epsilon: epsilon of the norms of query and key heads.
+        scaling: factor on the products of queries and keys.
+        most_rows: see attention_prefill.attend.
     """
 
     hidden_size: int
@@ -50,18 +55,21 @@ class Shape(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """One microbatch: counts and addresses.
-
-    The addresses are those of int64 arrays, except cos, sin and sinks.
+    """One microbatch: numbers, and addresses of arrays. Arrays are int64, except cos, sin and sinks.
 
     Attributes:
-        most_high_rows: largest number of rows for which products use high tiles. See gemm.py.
-        cos: (num_rows, head_dim) bfloat16.
+        num_rows: number of rows (tokens).
+        most_high_rows: up to this number of rows, linear layers use gemm.py's high tiles; above it, wide tiles.
+        cos: (num_rows, head_dim) bfloat16, the cosines of the rotary embedding.
         sin: like cos.
-        places: row of each decode.
+        write_pages: (num_rows,), id of the page to which each row's key and value are written.
+        write_offsets: (num_rows,), index of the row's token within that page.
+        pages: page ids of all sequences, one sequence after the other.
+        num_decodes: number of decodes, which `places`, `ends` and `tables` describe.
+        places: index of each decode's row.
         ends: number of keys of each decode.
-        tables: index in `pages` at which the page table of each decode begins.
-        sinks: (num_heads,) float32.
+        tables: index in `pages` of each decode's first page id.
+        sinks: (num_heads,) float32, -inf for none.
     """
 
     num_rows: int
@@ -79,7 +87,19 @@ class Microbatch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Memory to work in: numbers of bytes, or addresses."""
+    """The intermediate results of a layer: for each, the number of its bytes, or the address of its memory.
+
+    Attributes:
+        normed: output of the norm before attention or MLP.
+        tiles: rows laid out for a product.
+        qkv: queries, keys and values.
+        attended: attention output.
+        middle: hidden states after attention.
+        after: output of the MLP, and then the layer's output.
+        both: gate and up of the MLP.
+        gated: silu(gate) * up.
+        floats: float32 scratch memory of the kernels.
+    """
 
     normed: int
     tiles: int
@@ -93,11 +113,11 @@ class Work(NamedTuple):
 
 
 def work_bytes(num_rows: int, most_keys: int, most_chunk: int, shape: Shape) -> Work:
-    """Return the bytes that a microbatch needs.
+    """Return the number of bytes that a microbatch needs for each intermediate result.
 
     Args:
-        most_keys: keys of the longest decode, 0 without decodes.
-        most_chunk: rows of the largest chunk, 0 without chunks.
+        most_keys: number of keys of the longest decode; 0 without decodes.
+        most_chunk: number of rows of the largest chunk; 0 without chunks.
     """
     padded, hidden, inner = gemm.padded_rows(num_rows), shape.hidden_size, shape.inner_size
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -122,7 +142,7 @@ def _takes(*arguments: Any) -> Any:
 
 
 _I, _D, _F, _B = types.int64, types.float64, types.float32, types.boolean
-# Arguments of the kernels of which a layer is made.
+# Types of the arguments of the kernels that make up a layer.
 _SIGNATURES = {
     "rms_norm": _takes(_I, _I, _I, _I, _I, _I, _D, _I),
     "add_rms_norm": _takes(_I, _I, _I, _I, _I, _I, _I, _D, _I),
@@ -139,10 +159,11 @@ _rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply
 
 
 class Code(NamedTuple):
-    """Addresses of the kernels, in the order of their signatures.
+    """Addresses of the kernels' machine code, in the order of _SIGNATURES.
 
     Attributes:
-        read: kernel for decodes, made for a stage's heads.
+        attend: kernel for the attention of chunks.
+        read: kernel for the attention of decodes, compiled for a stage's heads.
     """
 
     rms_norm: int
@@ -168,7 +189,7 @@ def code_for(head_dim: int, group: int, page_size: int) -> Code:
 
 @inlined
 def _linear(code, x, num_rows, inputs, weight, bias, outputs, high, tiles, out):  # type: ignore[no-untyped-def]
-    """Compute out = x @ weight.T + bias, see gemm.py."""
+    """Compute out = x @ weight.T + bias with gemm.py. `tiles` is memory for x in the order that gemm.py reads."""
     pairs = inputs // 2
     _lay_out(code.lay_out, (x, tiles, num_rows, pairs, high))
     _multiply(code.multiply, (tiles, weight, bias, out, num_rows, pairs, 0, outputs // 16, outputs, high))
@@ -186,17 +207,17 @@ def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-de
 
 @compiled()
 def run_layers(layers, code, shape, microbatch, chunks, work, steps, x, out):  # type: ignore[no-untyped-def]
-    """Run all layers.
+    """Run all layers of a stage on one microbatch, and write the hidden states after the last one to `out`.
 
     Args:
-        layers: an array of LAYER.
-        code: `code_for` the stage's heads.
+        layers: an array with a LAYER per layer.
+        code: a Code, made by `code_for`.
         shape: a Shape.
         microbatch: a Microbatch.
-        chunks: (n, 4) int64. For each chunk: first row, number of rows, start, and index in `microbatch.pages` of its
-            pages.
-        work: a Work of addresses.
-        steps: (1,) int64, incremented at each layer.
+        chunks: (n, 4) int64. For each chunk: index of its first row, number of rows, position of the first row in its
+            sequence, and index in `microbatch.pages` of its first page id.
+        work: a Work with addresses.
+        steps: (1,) int64, a counter of layers. Each layer adds 1.
         x: address of (num_rows, hidden_size) bfloat16.
         out: like x, in other memory.
     """

@@ -1,7 +1,7 @@
 """Decoder layers as one callable object, which turns tensors into the addresses that decoder_layers.py takes.
 
-The layers over one KV shard keep their addresses, so those are collected once. Memory to work in is kept too: fresh
-memory would cost page faults in every call.
+The tensors of the layers and of one KV shard keep their addresses, so those are collected once. The memory for
+intermediate results is kept too: new memory would cost page faults in every call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from sarathi_pp_kernels.cpu.attention_prefill import rows_at_once
 from sarathi_pp_kernels.cpu.decoder_layers import LAYER, Microbatch, Shape, Work, code_for, run_layers, work_bytes
 from sarathi_pp_kernels.cpu.gemm import packed_shape
 
-# Memory grows by this many bytes: it grows with the context of a decode, but not with every token.
+# Memory is allocated in multiples of this number of bytes. A decode needs more with every token, and most tokens then
+# need no new memory.
 _STEP_BYTES = 1 << 20
 _NO_CHUNKS = np.zeros((0, 4), np.int64)
 
 
 class DecoderLayer(NamedTuple):
-    """The tensors of one layer, bfloat16 unless said otherwise. The names are those of LAYER."""
+    """The tensors of one layer, bfloat16 unless a comment names another type. The fields are those of LAYER."""
 
     input_norm: Tensor  # (hidden_size,)
     qkv: Tensor  # weights are packed for gemm.py: int32 of packed_shape(outputs, inputs)
@@ -35,7 +36,7 @@ class DecoderLayer(NamedTuple):
     key_norm: Tensor | None
     keys: Tensor  # (num_pages, num_kv_heads, page_size, head_dim)
     values: Tensor
-    window: int  # keys that a row sees; 0 for all
+    window: int  # most keys that a row sees; 0 for all
     output: Tensor
     output_bias: Tensor
     norm: Tensor  # (hidden_size,), before the MLP
@@ -46,7 +47,7 @@ class DecoderLayer(NamedTuple):
 
 
 class DecoderLayersCall:
-    """Llama's decoder layers over one KV shard. One thread at a time may call it.
+    """Llama's decoder layers with the pages of one KV shard. Only one thread at a time may call it.
 
     Args:
         layers: at least one. All have the same shapes. Their tensors must keep their addresses.
@@ -94,28 +95,29 @@ class DecoderLayersCall:
         most_high_rows: int,
         steps: NDArray[np.int64],
     ) -> Tensor:
-        """Return the last layer's (1, num_rows, hidden_size) output.
+        """Run all layers on one microbatch, and return the last layer's (1, num_rows, hidden_size) output.
 
         Args:
             x: (1, num_rows, hidden_size) bfloat16.
-            cos: (1, num_rows, head_dim) bfloat16.
+            cos: (1, num_rows, head_dim) bfloat16, the cosines of the rotary embedding.
             sin: like cos.
-            write_pages: (num_rows,) int64, page of each row's key and value.
-            write_offsets: (num_rows,) int64, place in that page.
-            pages: int64 page tables, one after the other.
-            chunks: for each chunk its first row, its number of rows, the position of the first row, and the index in
-                `pages` at which its page table begins.
-            decodes: for each decode its row, its number of keys, and the index in `pages` at which its page table
-                begins.
-            most_high_rows: largest number of rows for which products use high tiles. See gemm.py.
-            steps: (1,) int64, incremented at each layer.
+            write_pages: (num_rows,) int64, id of the page to which each row's key and value are written.
+            write_offsets: (num_rows,) int64, index of the row's token within that page.
+            pages: int64 page ids of all sequences, one sequence after the other.
+            chunks: for each chunk: index of its first row, number of rows, position of the first row in its sequence,
+                and index in `pages` of its first page id.
+            decodes: three arrays with an entry per decode: index of its row, number of its keys, and index in `pages`
+                of its first page id.
+            most_high_rows: gemm.py, which computes the linear layers, has two ways of dividing rows into tiles. Up to
+                this number of rows it uses high tiles; above it, wide tiles.
+            steps: (1,) int64, a counter of layers. Each layer adds 1.
         """
         shape, num_rows = self._shape, write_pages.shape[0]
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         # The kernel takes addresses and would not notice wrong shapes.
-        assert x.shape == (1, num_rows, shape.hidden_size), f"{x.shape}, {num_rows} rows"
-        assert cos.shape == sin.shape == (1, num_rows, shape.head_dim), f"{cos.shape}, {sin.shape}"
-        assert {x.dtype, cos.dtype, sin.dtype} == {torch.bfloat16}, f"{x.dtype}, {cos.dtype}, {sin.dtype}"
+        assert x.shape == (1, num_rows, shape.hidden_size), f"x {x.shape}; expected (1, {num_rows}, hidden_size)"
+        assert cos.shape == sin.shape == (1, num_rows, shape.head_dim), f"cos {cos.shape}, sin {sin.shape}"
+        assert {x.dtype, cos.dtype, sin.dtype} == {torch.bfloat16}, f"x {x.dtype}, cos {cos.dtype}, sin {sin.dtype}"
         decode_rows, decode_ends, decode_tables = decodes
         microbatch = Microbatch(
             num_rows=num_rows,
@@ -143,20 +145,20 @@ class DecoderLayersCall:
 
 
 class WorkingMemory:
-    """Memory for each part of Work, as large as any call has needed."""
+    """Memory for each intermediate result of Work, as large as any call so far has needed."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
         self._sizes = self._addresses = _NOTHING
 
     def addresses(self, needed: Work) -> Work:
-        """Return addresses of at least `needed` bytes each, valid until the next call."""
+        """Return the addresses of memory of at least `needed` bytes each. They are valid until the next call."""
         if any(map(operator.gt, needed, self._sizes)):
             self._grow(needed)
         return self._addresses
 
     def _grow(self, needed: Work) -> None:
-        self._sizes = _NOTHING  # in case there is no memory for all of it
+        self._sizes = _NOTHING  # in case memory runs out below: the next call then tries again
         for name, size in needed._asdict().items():
             if name not in self._memory or self._memory[name].numel() < size:
                 self._memory.pop(name, None)
@@ -169,7 +171,7 @@ _NOTHING = Work(*[0] * len(Work._fields))
 
 
 def _inputs(packed: Tensor) -> int:
-    """Return the number of inputs of a packed weight, two to a word."""
+    """Return the number of inputs of a packed weight, which has two inputs in each word."""
     return 2 * packed.shape[1]
 
 
@@ -184,15 +186,27 @@ def _check(layer: DecoderLayer, shape: Shape) -> None:
         "down": (layer.down, layer.down_bias, hidden, inner),
     }
     for name, (weight, bias, outputs, inputs) in weights.items():
-        assert weight.shape == packed_shape(outputs, inputs) and weight.dtype == torch.int32, f"{name}: {weight.shape}"
-        assert bias.shape == (outputs,) and bias.dtype == torch.float32, f"{name}: bias {bias.shape}, {bias.dtype}"
+        assert weight.shape == packed_shape(outputs, inputs) and weight.dtype == torch.int32, (
+            f"{name}: {weight.shape}, {weight.dtype}; expected a packed weight of {outputs} outputs and {inputs} inputs"
+        )
+        assert bias.shape == (outputs,) and bias.dtype == torch.float32, (
+            f"{name}: bias {bias.shape}, {bias.dtype}; expected ({outputs},), torch.float32"
+        )
     page = (shape.num_kv_heads, shape.page_size, head_dim)
-    assert layer.keys.shape[1:] == layer.values.shape[1:] == page, f"{layer.keys.shape}, {layer.values.shape}"
-    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16, f"{layer.keys.dtype}, {layer.values.dtype}"
+    assert layer.keys.shape[1:] == layer.values.shape[1:] == page, (
+        f"keys {layer.keys.shape}, values {layer.values.shape}; expected pages of {page}"
+    )
+    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16, (
+        f"keys {layer.keys.dtype}, values {layer.values.dtype}; expected torch.bfloat16"
+    )
     for norm, size in ((layer.input_norm, hidden), (layer.norm, hidden), (layer.query_norm, head_dim)):
-        assert norm is None or (norm.shape == (size,) and norm.dtype == torch.bfloat16), f"{norm.shape}, {norm.dtype}"
+        assert norm is None or (norm.shape == (size,) and norm.dtype == torch.bfloat16), (
+            f"weight of a norm: {norm.shape}, {norm.dtype}; expected ({size},), torch.bfloat16"
+        )
     assert (layer.query_norm is None) == (layer.key_norm is None)
-    assert layer.key_norm is None or layer.key_norm.shape == (head_dim,), f"{layer.key_norm.shape}"
+    assert layer.key_norm is None or layer.key_norm.shape == (head_dim,), (
+        f"weight of the key norm: {layer.key_norm.shape}; expected ({head_dim},)"
+    )
 
 
 def _address(value: Tensor | int | None) -> int:

@@ -2,20 +2,20 @@
 
     weight (N, K)  ->  packed: N / 16 panels of K / 2 lines (simd/), read front to back in every call
 
-A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). Rows are first laid out in tiles, with
-the words of a pair next to each other. Then every panel is multiplied with every tile. Sums stay in registers over all
-of K, x stays in the second-level cache, and each panel is read from memory once. There are two kinds of tiles. Both sum
-up a row in the same order, so neither the kind nor the other rows change a bit of it. (With oneDNN, the number of rows
-does.)
+A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). A tile is a group of rows of x. Rows are
+first copied into tiles, in which the same pair of all rows is next to each other. Then every panel is multiplied with
+every tile. Sums stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory
+once. There are two kinds of tiles. Both sum up a row in the same order, so neither the kind nor the other rows change a
+bit of it. (With oneDNN, the number of rows does.)
 
-    high    up to 28 rows by one panel: a product with few rows is the reading of a weight and little more, so all of
-            them pass at once, and lines are prefetched well ahead
+    high    up to 28 rows by one panel: with few rows, a product takes little more than the reading of the weight, so
+            all rows are computed while a panel is read once, and lines are prefetched well ahead
     wide    up to 12 rows by two panels: fewer loads for each product
 
-A panel comes from memory once, for its first tile. While the other tiles pass, nothing would be read. So several tiles
-share the prefetching of the next panel, and each takes a part. On a Zen 4 with six layers of the 298M model, 16 rows
-take 14.3 ms against 16.2 ms. 32 rows take 26.3 ms against 27.4 ms (least of six alternating runs of both). Memory alone
-takes 9.3 ms.
+A panel comes from memory once, for its first tile. While the other tiles are multiplied with it, nothing would be read.
+So several tiles share the prefetching of the next panel, and each takes a part. On a Zen 4 with six layers of the 298M
+model, 16 rows take 14.3 ms against 16.2 ms without this. 32 rows take 26.3 ms against 27.4 ms (least of six alternating
+runs of both). Memory alone takes 9.3 ms.
 
 A lone tile of up to eight rows waits only for memory. It prefetches lines to the second-level cache, which can have
 more of them under way than the first. On a Zen 4 with eight layers of the 254M model, 4 rows take 9.3 ms against 12.8
@@ -23,8 +23,8 @@ ms with high tiles. They take 10.0 ms against 10.8 ms with wide tiles. 8 rows ta
 alternating runs of both). If computing takes as long as reading, this gains nothing or costs 3 %.
 
 The processor and its memory decide up to how many rows high tiles are the faster ones: 112 on one Zen 5, 4 or none on
-another, and 4 on a Zen 4. On that Zen 4, high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So the
-bound is measured (packed_linear.py).
+another, and 4 on a Zen 4. On that Zen 4, high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So this
+number, most_high_rows, is measured at the start (packed_linear.py).
 
 Heights come in steps of two, so that at most one row is computed for nothing. With steps of four, 9 and 10 rows took 15
 % longer, and 14 and 18 rows took 8 and 9 % longer (Zen 5, wide tiles, eight layers of the 254M model).
@@ -41,17 +41,17 @@ from sarathi_pp_kernels.cpu.simd.products import dot_tile
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
 ROW_STEP = 2
-# Bytes ahead at which lines are prefetched if a panel meets only one tile: memory takes longer than a product.
+# Bytes ahead at which lines are prefetched if there is only one tile. Then memory takes longer than the products.
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows that the product writes: the last tile is padded."""
+    """Return the number of rows that `multiply` writes: num_rows, rounded up, because the last tile is padded."""
     return -(-num_rows // ROW_STEP) * ROW_STEP
 
 
 def packed_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
-    """Return the shape of a packed weight, int32: panels of 16 outputs, pairs of inputs, outputs of the panel."""
+    """Return the shape of a packed weight, int32: (panels of 16 outputs, pairs of inputs, outputs of a panel)."""
     return outputs // 16, inputs // 2, 16
 
 
@@ -123,7 +123,7 @@ def _in_steps(rows):  # type: ignore[no-untyped-def]
 
 @inlined
 def _height(num_rows, high):  # type: ignore[no-untyped-def]
-    """Return the rows of a tile: as few tiles as possible, of similar height."""
+    """Return the number of rows per tile, for as few tiles as possible of similar height."""
     most = 28 if high else 12
     count = (num_rows + most - 1) // most
     return _in_steps((num_rows + count - 1) // count)
@@ -131,9 +131,12 @@ def _height(num_rows, high):  # type: ignore[no-untyped-def]
 
 @compiled()
 def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
-    """Lay out x (num_rows, 2 * pairs), contiguous bfloat16, in high or wide tiles.
+    """Copy x (num_rows, 2 * pairs), contiguous bfloat16, into high or wide tiles.
 
-    They hold padded_rows(num_rows) rows.
+    Args:
+        tiles: address of memory for padded_rows(num_rows) rows.
+        pairs: number of pairs of inputs.
+        high: make high tiles; otherwise wide ones.
     """
     height = _height(num_rows, high)
     for row in range(0, num_rows, height):
@@ -146,10 +149,12 @@ def multiply(tiles, packed, begin, out, num_rows, pairs, first, end, outputs, hi
     """Compute out[:, 16 * first : 16 * end] = x @ weight.T + begin. Arrays are contiguous and given by address.
 
     Args:
-        tiles: x, laid out in high or wide tiles.
+        tiles: x, as `lay_out` has written it with the same `high`.
         packed: the whole weight, see `packed_shape`.
-        begin: (outputs,) float32.
+        begin: (outputs,) float32, with which the sums begin: the bias.
         out: (padded_rows(num_rows), outputs) bfloat16.
+        pairs: number of pairs of inputs.
+        first: index of the first panel of outputs to compute. `end` is the index after the last one.
     """
     height, step = _height(num_rows, high), 1 if high else 2
     num_tiles = (num_rows + height - 1) // height

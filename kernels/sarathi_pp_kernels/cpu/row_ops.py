@@ -1,8 +1,9 @@
 """Passes over rows in bfloat16 on CPU: a model's steps between its products, and greedy sampling after the last one.
 
-One pass replaces a trip to memory for each step. Values are float32 within a step and are rounded to bfloat16 at the
-points at which the model's own operations round. Arrays are given by address. Widths are multiples of 16, except that
-of logits. Scratch holds one row of float32.
+One pass replaces several operations, each of which would read and write memory. Values are float32 within a step and
+are rounded to bfloat16 at the points at which the model's own operations round. Arrays are given by address, and are
+bfloat16 unless a docstring names another type. Widths are multiples of 16, except that of logits. `scratch` is memory
+for one row of float32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sarathi_pp_kernels.cpu.simd.memory import (
 from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 
 _FLOAT = np.float32
-# Of a bfloat16: all bits except the sign, and infinity. Larger values are NaN.
+# All bits of a bfloat16 except the sign, and these bits of infinity. Larger values of these bits are NaN.
 _SIZE_BITS, _INFINITY = 0x7FFF, 0x7F80
 _BLOCK = 256
 
@@ -39,7 +40,10 @@ def silu_multiply(both, out, first, end, width):  # type: ignore[no-untyped-def]
 
 @inlined
 def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-untyped-def]
-    """Compute to = weight * (source / sqrt(mean(source * source) + epsilon)) of one row. `to` may be `source`."""
+    """Compute an RMSNorm of one row: to = weight * (source / sqrt(mean(source * source) + epsilon)).
+
+    `to` may be `source`.
+    """
     total = _FLOAT(0)
     for at in range(width):
         value = load_bf16(source, at)
@@ -55,7 +59,7 @@ def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-
 
 @inlined
 def _ordered(rows, at):  # type: ignore[no-untyped-def]
-    """Return a bfloat16 as a whole number, in the order of the values. Zero has one number, whatever its sign."""
+    """Return a whole number for a bfloat16, such that larger values have larger numbers. 0 and -0 have the same one."""
     half = np.int64(load_half(rows, at))
     size = half & _SIZE_BITS
     return size if half <= _SIZE_BITS else -size
@@ -112,15 +116,16 @@ def rotate_and_write(  # type: ignore[no-untyped-def]
     """Rotate queries in place, and write rotated keys, and values, to their places in the pages.
 
     Args:
-        rows: query, key and value heads of each row, next to each other.
-        head_dim: a multiple of 32.
-        cos: (T, head_dim).
+        rows: (T, heads + 2 * kv_heads, head_dim): query, key and value heads of each row.
+        head_dim: number of channels of a head, a multiple of 32.
+        cos: (T, head_dim), the cosines of the rotary embedding.
         sin: like cos.
-        keys: of one layer, laid out as in kv.py.
+        keys: keys of one layer, (num_pages, kv_heads, page_size, head_dim).
         values: like keys.
-        pages: (T,) int64.
-        offsets: (T,) int64.
-        query_norm: (head_dim,), weights of a norm of each head before it is rotated; 0 for none.
+        pages: (T,) int64, id of the page to which each row's key and value are written.
+        offsets: (T,) int64, index of the row's token within that page.
+        first: index of the first row to compute. `end` is the index after the last one.
+        query_norm: (head_dim,), weights of an RMSNorm of each head before it is rotated; 0 for none.
         key_norm: like query_norm.
     """
     size = head_dim * 2

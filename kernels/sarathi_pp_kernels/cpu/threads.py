@@ -14,7 +14,7 @@ _of_thread = threading.local()
 
 
 def run_parallel(pieces: Sequence[Callable[[], None]]) -> None:
-    """Run all pieces, the first in the calling thread, and wait for the others. Raise what one of them raised."""
+    """Run functions in parallel, the first in the calling thread, and wait for all. Raise the error of one of them."""
     if len(pieces) == 1:
         pieces[0]()
         return
@@ -42,9 +42,9 @@ def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def scratch_of_thread(num_words: int) -> Tensor:
-    """Return at least num_words int32, which belong to the calling thread until its next call.
+    """Return memory of at least num_words int32, which the calling thread may use until its next call.
 
-    New memory would cost page faults.
+    Each thread keeps its memory, because new memory would cost page faults.
     """
     held: Tensor | None = getattr(_of_thread, "scratch", None)
     if held is None or held.shape[0] < num_words:

@@ -1,4 +1,7 @@
-"""The number of blocks that attention loads ahead, which a device's shared memory limits."""
+"""The number of stages of attention's loop over blocks of keys (Triton's num_stages).
+
+With more stages, more blocks of keys and values are loaded ahead. A device's shared memory limits the number.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,25 @@ import torch
 
 from sarathi_pp_kernels.triton.attention_work import Blocks, power_of_two
 
-# The fewest channels that tensor cores sum over.
+# The fewest channels over which tensor cores sum.
 LEAST_DIM = 16
-# One block of keys and of values is multiplied while the next ones are loaded. With 2 stages, loads start after the
-# products of the block before and are awaited at once, so nothing hides them.
+# Most stages. With only 2, the loads of a block start after the products of the block before and are awaited at once.
+# So no computation hides their time.
 NUM_STAGES = 3
-# Fewest rows that Hopper's warps multiply together, and fewest rows of which each of eight warps has its own. Bytes for
-# page ids and reductions.
+# Fewest rows that Hopper's warps multiply together, and fewest rows of which each of eight warps has its own.
 _LEAST_SHARED_ROWS, _LEAST_OWN_ROWS = 64, 128
+# Bytes of shared memory for page ids and reductions.
 _SHARED_MORE = 1024
 
 
 def shared_bytes(blocks: Blocks, head_dim: int, itemsize: int, *, has_many: bool, stages: int, generation: int) -> int:
-    """Return the most shared memory that a program takes, in bytes.
+    """Return the most shared memory that a program (a unit of work of the attention kernel) takes, in bytes.
 
     Args:
-        generation: first number of the device's compute capability.
+        itemsize: bytes of a query, key or value.
+        has_many: the microbatch has tiles of more than blocks.few_rows rows.
+        stages: number of stages.
+        generation: first number of the device's compute capability, such as 9 for Hopper.
     """
     dim = max(power_of_two(head_dim), LEAST_DIM)
     most = 0
@@ -39,7 +45,12 @@ def shared_bytes(blocks: Blocks, head_dim: int, itemsize: int, *, has_many: bool
 
 @cache
 def num_stages(blocks: Blocks, head_dim: int, itemsize: int, has_many: bool, device: torch.device) -> int:
-    """Return the blocks that attention loads ahead (Triton's num_stages): the most that the device allows."""
+    """Return the number of stages: 3 if the device has enough shared memory, otherwise 2.
+
+    Args:
+        itemsize: bytes of a query, key or value.
+        has_many: the microbatch has tiles of more than blocks.few_rows rows.
+    """
     if device.type != "cuda":
         return NUM_STAGES
     room, generation = _shared_memory(device)
@@ -48,6 +59,6 @@ def num_stages(blocks: Blocks, head_dim: int, itemsize: int, has_many: bool, dev
 
 
 def _shared_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that a program may have, and the generation of the device."""
+    """Return the bytes of shared memory that a program may have, and the first number of the compute capability."""
     properties = torch.cuda.get_device_properties(device)
     return properties.shared_memory_per_block_optin, properties.major  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
 """The work of one microbatch's attention, cut into programs on the host, once for all layers with the same window.
 
-A tile is consecutive tokens of one sequence, times the query heads that share a KV head, one row each. The keys of a
-tile are all keys that any of its rows sees. If there are too few tiles to fill the device, the keys are cut into pieces
-of whole blocks (Flash-Decoding, Dao et al. 2023). A piece for one KV head is a program:
+A program is a unit of work that one processor of the GPU computes. A tile is consecutive tokens of one sequence. It has
+a row for each token and each query head that shares a KV head. The keys of a tile are all keys that any of its rows
+sees. If there are too few tiles to fill the device, the keys are cut into pieces of whole blocks (Flash-Decoding, Dao
+et al. 2023). A piece for one KV head is a program:
 
                  keys of the sequence                       block_keys
     tile 0       |---- piece 0 ----|-- piece 1 --|          pieces of a tile begin at multiples of it
@@ -11,8 +12,8 @@ of whole blocks (Flash-Decoding, Dao et al. 2023). A piece for one KV head is a 
 
 Blocks, pieces and tiles begin at points that depend on the sequence's own tokens and on the keys per piece. The other
 sequences of the microbatch decide the keys per piece. They also decide whether rows are computed by the warps of a
-chunk's block. These warps add up a row's sums in another order than those of decodes alone. Chunks and decodes are in
-one table: one launch.
+chunk's block. These warps add up a row's sums in another order than those of decodes alone. So the last bits of a row
+can depend on the other sequences. Chunks and decodes are in one table, so they need only one launch.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# int32 columns of a piece: its tile's first row in the microbatch, tokens, and position of the first of them; start of
-# the sequence's page table; the keys [first, end) it reads; its first partial row, or -1; 1 if it takes the sinks,
-# otherwise 0.
+# Number of int32 columns of a piece. They are: index in the microbatch of its tile's first row; number of tokens of the
+# tile; position of the first token; index of the sequence's first page id; first key and end of the keys that the piece
+# reads; index of its first partial result, or -1 if it writes the output itself; 1 if it takes the sinks, otherwise 0.
 PIECE_COLUMNS = 8
-# int32 columns of a merge: the tile's first row and tokens; the first partial row of its first piece; pieces.
+# Number of int32 columns of a merge. They are: index of the tile's first row; number of tokens of the tile; index of
+# the first partial result of its first piece; number of pieces.
 MERGE_COLUMNS = 4
 
-# Programs that a processor holds at once, and those of them with room for many rows, if it has at least 160 KiB of
-# shared memory (A100, H100). Other processors hold one of either kind, but contexts are cut for two there as well.
+# Number of programs that a processor of the GPU holds at once, for blocks of few rows and for blocks of many rows. This
+# needs 160 KiB of shared memory (A100, H100). Other processors hold one program of either kind, but contexts are cut
+# for two there as well.
 _PROGRAMS_PER_PROCESSOR = 2
 _LARGE_PROGRAMS_PER_PROCESSOR = 1
-# Fewer keys are not worth a merge. In a piece that reads this many, each row's partial result, written and read again,
-# is an eighth of the bytes of its keys and values.
+# Least keys of a piece per row of its block. Fewer keys are not worth a merge. With this number, the partial results,
+# written and read again, have an eighth of the bytes of the piece's keys and values.
 _LEAST_KEYS_PER_ROW = 16
 # The fewest rows that tensor cores multiply.
 _LEAST_ROWS = 16
@@ -50,7 +53,7 @@ class Extent(NamedTuple):
     """Rows [first_row, first_row + num_tokens) of the microbatch: tokens [start, start + num_tokens) of one sequence.
 
     Attributes:
-        first_page: start of its page table in the microbatch's page tables, which follow one another.
+        first_page: index of the sequence's first page id. The page ids of all sequences are in one array.
     """
 
     first_row: int
@@ -61,16 +64,16 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The data that one program holds at once.
+    """The numbers of rows and keys that one program holds at once (a block). A row is one query head of one token.
 
-    Tiles of up to few_rows rows, decodes above all, leave less idle in their own blocks. All other tiles have blocks of
-    many_rows. A row is one query head of one token.
+    Tiles of up to few_rows rows, mostly decodes, have small blocks, in which fewer rows stay unused. All other tiles
+    have blocks of many_rows.
 
     Attributes:
-        group: query heads that share a KV head.
-        few_rows: rows of a small block.
-        many_rows: rows of a large block.
-        keys: keys of a block.
+        group: number of query heads that share a KV head.
+        few_rows: number of rows of a small block.
+        many_rows: number of rows of a large block.
+        keys: number of keys of a block.
     """
 
     group: int
@@ -100,14 +103,14 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """The programs of one microbatch.
+    """The work of the attention kernel for one microbatch, as tables on the device.
 
     Attributes:
-        pieces: (N, PIECE_COLUMNS) int32 on the device.
-        merges: (M, MERGE_COLUMNS) int32 on the device.
+        pieces: (N, PIECE_COLUMNS) int32, the pieces of all tiles.
+        merges: (M, MERGE_COLUMNS) int32, the tiles that were cut into several pieces.
         window: number of keys that a row sees, up to its own; None for all.
-        partial_rows: partial rows of all pieces of split tiles.
-        most_merged_tokens: most tokens of a split tile.
+        partial_rows: number of partial results: one for each row of each piece of these tiles.
+        most_merged_tokens: most tokens of one of these tiles.
         has_many: a tile has more than blocks.few_rows rows.
     """
 
@@ -121,7 +124,7 @@ class AttentionWork:
 
     @property
     def most_rows(self) -> int:
-        """Most rows of the blocks that its tiles need."""
+        """Number of rows of the largest block that its tiles need."""
         return self.blocks.many_rows if self.has_many else self.blocks.few_rows
 
 
@@ -129,10 +132,12 @@ class _Tile(NamedTuple):
     """One tile.
 
     Attributes:
-        num_keys: keys from first_key to the last key that any row sees.
+        num_keys: number of keys from first_key to the last key that any row sees.
+        first_row: index in the microbatch of its first row.
+        start: position of its first token.
         first_page: see Extent.
         first_key: start of the first block with a key that any row sees.
-        rows: rows of its block.
+        rows: number of rows of its block.
     """
 
     num_keys: int
@@ -157,7 +162,10 @@ def cut_work(
     """Return the work of a microbatch, moved to the device in one copy.
 
     Args:
-        keys_per_piece: None chooses it.
+        extents: one per sequence of the microbatch.
+        window: number of keys that a row sees; None for all.
+        num_processors: number of the GPU's streaming multiprocessors.
+        keys_per_piece: most keys of a piece, about; None chooses it so that the pieces fill the device.
     """
     cut = _cut(extents, blocks, window, num_kv_heads, num_processors, keys_per_piece)
     table = _moved(torch.frombuffer(cut.pieces + cut.merges, dtype=torch.int32), device)
@@ -173,10 +181,10 @@ def cut_work(
 
 
 class CapturableWork:
-    """The work of every microbatch at the same addresses and in the same launches, as a CUDA graph needs it.
+    """The work of one microbatch after another, at the same addresses and in the same launches, for a CUDA graph.
 
-    Tables and partial results are as large as any microbatch's. Pieces and merges of no tokens follow its own, and end
-    at once.
+    The tables have room for the largest microbatch. After the pieces and merges of a smaller one, they hold entries
+    without tokens, whose programs end at once.
 
     Args:
         num_tokens: most tokens of a microbatch.
@@ -221,7 +229,7 @@ class CapturableWork:
         )
 
     def load(self, extents: Sequence[Extent]) -> None:
-        """Write a microbatch's work over the previous one, when the device reaches this point."""
+        """Write a microbatch's work over the previous one, when the device has finished the work before."""
         work = self.work
         cut = _cut(extents, work.blocks, work.window, self._num_kv_heads, self._num_processors, None)
         pieces, merges = len(cut.pieces) // PIECE_COLUMNS, len(cut.merges) // MERGE_COLUMNS
@@ -236,7 +244,7 @@ class CapturableWork:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The work as int32 numbers, one after the other. See AttentionWork."""
+    """The work before it moves to the device: tables as int32 numbers, row by row. See AttentionWork."""
 
     pieces: array[int]
     merges: array[int]
@@ -253,15 +261,16 @@ def _cut(
     num_processors: int,
     keys_per_piece: int | None,
 ) -> _Cut:
-    """Cut the work of a microbatch, in tuples and arrays instead of objects.
+    """Cut the work of a microbatch into pieces.
 
-    It runs between two microbatches, when the device has no other work.
+    This runs between two microbatches, when the device has no other work. So it uses tuples and arrays, which are
+    faster than objects.
     """
     assert extents, "a microbatch has sequences"
     tiles: list[_Tile] = []
     for extent in extents:
         tiles += _tiles(extent, blocks, window)
-    # Long ones first: the last ones to start are then short, and the device does not wait for one program.
+    # Long tiles come first. So the last ones to start are short, and the device does not wait long for a single one.
     tiles.sort(key=_NUM_KEYS, reverse=True)
     has_many = any(tile.rows > blocks.few_rows for tile in tiles)
     programs = num_processors * (_LARGE_PROGRAMS_PER_PROCESSOR if has_many else _PROGRAMS_PER_PROCESSOR)
@@ -288,18 +297,19 @@ def _moved(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _pinned(host: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor in pinned memory. A copy from other memory to a device may wait for the device."""
+    """Return the tensor in pinned memory for a GPU. The copy from other memory may wait for the device."""
     return host.pin_memory() if device.type == "cuda" else host
 
 
 def equal_share(num_keys: int, num_kv_heads: int, num_programs: int) -> int:
-    """Return how many keys each program reads if all programs that the device holds at once share the keys equally.
+    """Return how many keys each program reads if all programs that the device holds at once read equally many.
 
     With pieces of about this size, a long decode next to a chunk is cut as well. If there are enough tiles of about the
     same length, none is cut.
 
     Args:
-        num_keys: keys that all tiles read together.
+        num_keys: number of keys that all tiles read together, for each KV head.
+        num_programs: number of programs that the device holds at once.
     """
     return -(-num_keys * num_kv_heads // num_programs)
 
@@ -322,10 +332,11 @@ def _tiles(extent: Extent, blocks: Blocks, window: int | None) -> Iterator[_Tile
 
 
 def _step(num_keys: int, keys_per_piece: int, block_keys: int) -> int:
-    """Return how far apart a tile's pieces begin. They are about equal and not empty. num_keys or more means one piece.
+    """Return the number of keys from the start of one piece of a tile to the start of the next.
 
-    Their number is the nearest one, not the next: a tile that is a little longer than others is not worth two pieces
-    and a merge.
+    num_keys or more means that the tile has one piece. Pieces are about equal and not empty. Their number is num_keys /
+    keys_per_piece, rounded to the nearest number, not up. Otherwise a tile that is a little longer than others would
+    need two pieces and a merge.
     """
     num_pieces = (2 * num_keys + keys_per_piece) // (2 * keys_per_piece)
     return num_keys if num_pieces <= 1 else -(-num_keys // (num_pieces * block_keys)) * block_keys

@@ -1,4 +1,4 @@
-"""The gate of a gated MLP: silu(gate) * up, for two products that are next to each other.
+"""The gate of a gated MLP: silu(gate) * up, for the outputs of two linear layers that are next to each other.
 
 It rounds as the model's own two operations round: once after silu, once after the product.
 """
@@ -26,7 +26,7 @@ def silu_multiply(both: Tensor) -> Tensor:
 
 
 def reference_silu_multiply(both: Tensor) -> Tensor:
-    """Compute the same in plain torch."""
+    """Compute what `silu_multiply` computes, in plain torch."""
     gate, up = both.chunk(2, dim=-1)
     return functional.silu(gate) * up
 

@@ -13,25 +13,25 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return weight * x / sqrt(mean(x * x) + epsilon) for x (..., width). weight (width,) has its dtype."""
+    """Return weight * x / sqrt(mean(x * x) + epsilon) for x (..., width). weight (width,) has the dtype of x."""
     return _launch(x.contiguous(), None, weight, epsilon)
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return rms_norm of x + added, both (..., width). `added`, contiguous, becomes that sum."""
+    """Return rms_norm of the sum x + added, both (..., width). `added` must be contiguous and becomes that sum."""
     assert x.shape == added.shape and x.dtype == added.dtype, f"{x.dtype} {x.shape}, {added.dtype} {added.shape}"
     assert added.is_contiguous(), "the sum is written back"
     return _launch(x.contiguous(), added, weight, epsilon)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Compute the same in plain torch."""
+    """Compute what `rms_norm` computes, in plain torch."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def reference_add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Compute the same in plain torch."""
+    """Compute what `add_rms_norm` computes, in plain torch."""
     added += x
     return reference_rms_norm(added, weight, epsilon)
 
@@ -51,7 +51,8 @@ def _launch(x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> 
             epsilon,
             WIDTH=width,
             BLOCK=block,
-            # No number is in two warps, whatever the width is: the sum is written to the place that it was read from.
+            # With this number of warps, no number belongs to two of them, whatever the width. `added` is read and
+            # written at the same place, so two warps must not do both there.
             num_warps=min(max(block // 512, 1), 8),
         )
     return out

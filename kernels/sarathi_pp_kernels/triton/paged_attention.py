@@ -1,26 +1,25 @@
 """Attention of a whole microbatch, prompt chunks and decodes together, over paged keys and values: one launch.
 
-A program is a piece of work for one KV head (attention_work.py). It holds the queries of a tile and walks over blocks
-of keys, wherever their pages are.
+A program is a unit of the kernel's work: a piece, with the keys of one KV head (attention_work.py). It holds the
+queries of a tile and reads the keys block by block, wherever their pages are.
 
     tile        rows: token 0 head 0, token 0 head 1, ... token 1 head 0, ...    the heads that share the KV head
     pages       (n,) page tables of the sequences, one after the other
-    keys        (num_pages, num_kv_heads, page_size, head_dim)        values alike
-                 any page size will do
+    keys        (num_pages, num_kv_heads, page_size, head_dim), with any page size        values alike
 
-A block's products run while later blocks are on their way, at addresses that are known by then:
+The products of a block are computed while later blocks are loaded. Their page ids must be loaded even earlier:
 
     multiplied           block 0     1     2    ...
-    keys and values of         2     3     4
-    page ids of                3     4     5    read explicitly: Triton requests loads late if they wait for loads
+    keys, values loaded        2     3     4
+    page ids loaded            3     4     5    by explicit code: Triton starts a load late if it depends on a load
 
-The softmax is summed up while walking (FlashAttention-2, Dao 2023). The query heads that share a KV head are rows of
-the same product. Pages are read in place (PagedAttention, Kwon et al. 2023). Pieces of one tile are merged afterwards
-(Flash-Decoding, Dao et al. 2023). One kernel serves rows of both kinds, as vLLM's unified attention does. Scores,
-softmax and sums are float32. Products of float32 are IEEE products, not TF32. Weights are rounded to the dtype of the
-values, as everywhere on a device.
+The softmax is summed up from block to block (FlashAttention-2, Dao 2023). The query heads that share a KV head are rows
+of the same product. Pages are read in place (PagedAttention, Kwon et al. 2023). Pieces of one tile are merged
+afterwards (Flash-Decoding, Dao et al. 2023). One kernel serves chunks and decodes, as vLLM's unified attention does.
+Scores, softmax and sums are float32. Products of float32 are IEEE products, not TF32. Softmax weights are rounded to
+the dtype of the values, as in FlashAttention.
 
-Keys that no row sees are never read: places in a page that were not written may hold NaN, and 0 times NaN is NaN.
+Keys that no row sees are never read. The part of a page that was not written may hold NaN, and 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from torch import Tensor
 from sarathi_pp_kernels.triton.attention_stages import LEAST_DIM, num_stages
 from sarathi_pp_kernels.triton.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, AttentionWork, Extent, power_of_two
 
-# The softmax is computed to base 2, as devices do.
+# The softmax is computed with powers of 2, for which GPUs have an instruction.
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# Pieces of a tile that a merging program reads at once.
+# Number of pieces of a tile that a merging program reads at once.
 _BLOCK_PIECES = 16
 
 
@@ -60,10 +59,11 @@ def paged_attention(
     Args:
         keys: (num_pages, num_kv_heads, page_size, D), contiguous.
         values: like keys.
-        pages: (n,) int64.
-        scaling: above 0.
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: (H,), one more logit per head, only in the softmax's denominator.
+        pages: (n,) int64 page ids of all sequences, one sequence after the other.
+        work: the microbatch's work, cut for these sequences.
+        scaling: factor on the products of queries and keys, above 0.
+        softcap: scores become softcap * tanh(score / softcap); None for none.
+        sinks: (H,), one more logit per head, only in the softmax's denominator; None for none.
     """
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -141,7 +141,7 @@ def reference_paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the same in plain torch and float64, one sequence after the other. Return (T, H, D) float64."""
+    """Compute what `paged_attention` computes, (T, H, D), in plain torch and float64, one sequence after the other."""
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, page_size, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -172,7 +172,7 @@ def reference_paged_attention(
     return out
 
 
-# The start of the page tables in a microbatch's table depends on its rows: each alignment would compile another kernel.
+# `pages` starts anywhere in a larger tensor. Otherwise, Triton would compile a kernel for each alignment of its start.
 @triton.jit(do_not_specialize_on_alignment=["pages"])
 def _attend(
     query: tl.tensor,
@@ -205,14 +205,14 @@ def _attend(
 ) -> None:
     """Compute a program's piece in a block of FEW_ROWS or MANY_ROWS rows.
 
-    MANY_ROWS is 0 if no tile of the microbatch has more. Scores to base 2 are products times score_factor, or
-    cap_factor * tanh(products * score_factor). Programs start in the order of pieces, the longest first, in all KV
-    heads.
+    MANY_ROWS is 0 if no tile of the microbatch has more than FEW_ROWS rows. The score of a product, as a power of 2, is
+    product * score_factor, or cap_factor * tanh(product * score_factor). Programs start in the order of pieces, the
+    longest first. A piece has one program for each KV head.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     piece = pieces + tl.program_id(0) // num_kv_heads * COLUMNS
     num_tokens = tl.load(piece + 1)
-    # Two bodies of the same steps: in a chunk's block, a decode's few rows would multiply as long as all its rows.
+    # Both sizes are compiled: in a chunk's large block, a decode's few rows would take as long as a chunk's.
     if MANY_ROWS == 0 or num_tokens * GROUP <= FEW_ROWS:
         _walk(
             query, token_stride, head_stride, keys, values, num_kv_heads, kv_head, pages, piece, sinks, maxima, sums,
@@ -256,7 +256,7 @@ def _walk(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> None:
-    """Sum up over a piece's keys for the BLOCK_ROWS rows of its tile. Write outputs, or partial results."""
+    """Compute attention over a piece's keys for the BLOCK_ROWS rows of its tile. Write it, or partial results."""
     first_row = tl.load(piece)
     num_tokens = tl.load(piece + 1)
     start = tl.load(piece + 2)
@@ -278,7 +278,7 @@ def _walk(
     peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     if sinks is not None:
-        # A key without value: the sum starts with it, in one piece of each tile.
+        # A sink is a score without a value. The sums of one piece of each tile start with it.
         takes_sinks = tl.load(piece + 7) != 0
         sink = tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) * _LOG2_E
         peak = tl.where(takes_sinks, sink, peak)
@@ -324,10 +324,10 @@ def _sum_up(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the rows' peak, and the sums of their weights and weighted values, over the keys [begin, end_key)."""
+    """Return each row's largest score (peak), sum of weights and sum of weighted values, over [begin, end_key)."""
     channel = tl.arange(0, BLOCK_DIM)
     summed = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
-    # Place of the head in a page, and the distance of pages.
+    # Offset of the head's channels in a page, and the distance from one page to the next, in elements.
     inside = kv_head * (PAGE_SIZE * HEAD_DIM) + channel[None, :]
     page_step = num_kv_heads * (PAGE_SIZE * HEAD_DIM)
     offset = tl.arange(0, BLOCK_KEYS)
@@ -349,7 +349,7 @@ def _sum_up(
         masked = scores
         if not whole:
             masked = tl.where(_seen(position - first, window, offset, HAS_WINDOW), scores, float("-inf"))
-        # This costs nothing. Triton looks for products outside of branches, and so finds that one feeds the other.
+        # This costs nothing. Triton finds that one product feeds the next only if no branch is in between.
         scores = tl.where(whole, scores, masked)
         peak, weights, shrink = _weights(peak, scores, 1.0 if HAS_SOFTCAP else score_factor)
         total = total * shrink + tl.sum(weights, 1)
@@ -363,7 +363,7 @@ def _sum_up(
 def _there(
     first: tl.tensor, end_key: tl.tensor, unseen: tl.tensor, offset: tl.tensor, HAS_WINDOW: tl.constexpr
 ) -> tl.tensor:
-    """Return (keys,): whether the piece has these keys of the block at `first`, and any row sees them."""
+    """Return a mask (keys,) of the block at key `first`: true for keys that the piece has and that any row sees."""
     there = offset < end_key - first
     if HAS_WINDOW:
         there = there & (offset > unseen - first)
@@ -381,7 +381,7 @@ def _pages(
     PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """Return int32 page ids of the block's keys: one for each, or a single one if blocks do not cross pages."""
+    """Return int32 page ids of the block's keys: one for each key, or a single one if the block is in one page."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + first // PAGE_SIZE, mask=first < end_key, other=0)
     else:
@@ -403,10 +403,8 @@ def _places(
     HEAD_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ) -> tl.tensor:
-    """Return (keys,) int64, the places of the block's keys.
-
-    Blocks begin at multiples of BLOCK_KEYS, and mostly pages do too.
-    """
+    """Return (keys,) int64: the offset, in elements, of each key of the block for KV head 0."""
+    # Blocks begin at multiples of BLOCK_KEYS, and mostly pages do too.
     if PAGE_SIZE % BLOCK_KEYS == 0:
         inside = first % PAGE_SIZE + offset
     elif BLOCK_KEYS % PAGE_SIZE == 0:
@@ -418,9 +416,9 @@ def _places(
 
 @triton.jit
 def _seen(position: tl.tensor, window: tl.tensor, offset: tl.tensor, HAS_WINDOW: tl.constexpr) -> tl.tensor:
-    """Return (rows, keys): whether a row at a position sees a key at an offset.
+    """Return a mask (rows, keys): true if the row at a position sees the key at an offset.
 
-    Both are counted from the block's first key.
+    Positions and offsets are counted from the block's first key.
     """
     seen = offset[None, :] <= position[:, None]
     if HAS_WINDOW:
@@ -430,12 +428,13 @@ def _seen(position: tl.tensor, window: tl.tensor, offset: tl.tensor, HAS_WINDOW:
 
 @triton.jit
 def _weights(peak: tl.tensor, scores: tl.tensor, factor: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the rows' peak with these scores, their weights, and the factor for the weights until now.
+    """Return each row's new largest score (peak), the weights of these scores, and the factor for earlier weights.
 
-    The largest score is found before it is multiplied. Then products become part of the subtractions.
+    The largest score is found before it is multiplied. So all other multiplications become part of subtractions.
 
     Args:
-        scores: (rows, keys), to base 2 after multiplication with `factor`.
+        peak: (rows,), the largest score of each row so far.
+        scores: (rows, keys). Multiplied by `factor`, they are the exponents of powers of 2.
     """
     higher = tl.maximum(peak, tl.max(scores, 1) * factor)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # 0 for a row that has seen no key yet, not NaN
@@ -455,7 +454,7 @@ def _store_partial(
     channel: tl.tensor,
     HEAD_DIM: tl.constexpr,
 ) -> None:
-    """Store the results of each live row, which merging needs, at the row's slot."""
+    """Store the partial results of each row of the tile, which `_merge` reads, at the row's index in `slot`."""
     tl.store(maxima + slot, peak, mask=live)
     tl.store(sums + slot, total, mask=live)
     held = live[:, None] & (channel < HEAD_DIM)[None, :]
@@ -476,7 +475,7 @@ def _merge(
     BLOCK_PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Compute the output of one row, one head of one token, from the partial results of its tile's pieces."""
+    """Compute the output of one row (a head of a token) from the partial results of its tile's pieces."""
     merge = merges + tl.program_id(0) * COLUMNS
     token = tl.program_id(1)
     head = tl.program_id(2)
@@ -514,9 +513,9 @@ def _merge(
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """Return tanh to float32's last bits.
+    """Return tanh, exact to the last bits of float32.
 
-    exp alone does not give these near 0. There it is the series of the Cephes library's tanhf.
+    Near 0, a formula with exp loses these bits. There, this is the series of the Cephes library's tanhf.
     """
     square = x * x
     series = -5.70498872745e-3 * square + 2.06390887954e-2

@@ -1,7 +1,8 @@
-"""The steps between projections and scores: heads are normalised and rotated, and keys and values go into pages.
+"""The steps between the products for query, key and value and the attention scores, in one kernel.
 
-One program takes one KV head of one row: the query heads that share it, its key and its value. A head is held as two
-halves, because rotation mixes channel i with channel i + head_dim / 2:
+Query and key heads are normalised and get their rotary embedding. Keys and values are written to their pages. A program
+(a unit of the kernel's work) computes one KV head of one row (token): the query heads that share it, its key and its
+value. A head is held as two halves, because rotation mixes channel i with channel i + head_dim / 2:
 
     a row of the product    q0 q1 q2 q3 | k0 k1 | v0 v1          4 query heads, 2 KV heads
     program (row, 1)              q2 q3      k1      v1
@@ -37,10 +38,10 @@ def rotate_and_write(
 
     Args:
         qkv: (T, (H + 2 Hkv) * D), contiguous.
-        cos: (T, D).
+        cos: (T, D), the cosines of the rotary embedding.
         sin: (T, D).
-        write_pages: (T,) int64, page of a row.
-        write_offsets: (T,) int64, place in that page.
+        write_pages: (T,) int64, id of the page to which each row's key and value are written.
+        write_offsets: (T,) int64, index of the row's token within that page.
         keys: (num_pages, Hkv, page_size, D).
         values: like keys.
         query_norm: (D,), weights of an RMSNorm of each head before it is rotated. Both norms or none are given.
@@ -97,7 +98,7 @@ def reference_rotate_and_write(
     key_norm: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """Compute the same in plain torch."""
+    """Compute what `rotate_and_write` computes, in plain torch."""
     num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -117,7 +118,8 @@ def _reference_head(heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor
     return rotated
 
 
-# The start of both in a microbatch's table depends on its rows: each alignment would compile another kernel.
+# write_pages and write_offsets are parts of one tensor. Where they start depends on the number of rows. Triton would
+# compile another kernel for each alignment of these starts.
 @triton.jit(do_not_specialize_on_alignment=["write_pages", "write_offsets"])
 def _rotate_rows(  # type: ignore[no-untyped-def]
     qkv, cos, sin, write_pages, write_offsets, keys, values, query_norm, key_norm, epsilon, num_kv_heads, page_size,
@@ -142,11 +144,13 @@ def _rotate_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate_heads(source, to, inside, at, cos, sin, norm, epsilon, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotate the heads at `source`, normed first, and write them to `to`.
+    """Normalise the heads at `source` if `norm` is given, rotate them, and write them to `to`.
 
     Args:
         source: addresses of the lower halves of the heads.
-        at: channels of a half.
+        inside: mask of the heads and channels that exist.
+        at: indices of the channels within a half.
+        norm: weights of the RMSNorm; None for none.
     """
     dtype = to.dtype.element_ty
     channel = at < HALF

@@ -1,15 +1,17 @@
-"""Token ids drawn on the device: greedy, or by inverting the distribution after temperature and filters.
+"""Token ids drawn on the device: the likeliest token (greedy), or a random one after temperature and filters.
 
-There are three launches, each with one program for each row. Nothing comes to the host between them:
+A random token is the first one, by id, at which the cumulative probability exceeds a random number. There are three
+launches, each with one program per row of logits. Nothing comes to the host between them:
 
-    _find_peaks     largest logit and its lowest id, -1 if a logit is not finite         all that greedy rows need
+    _find_peaks     largest logit and its lowest id, or -1 if a logit is NaN or infinite       enough for greedy rows
     _weigh          weight exp((logit - peak) / temperature) of each token, 0 outside of top-k
     _invert         the lightest weight that top-p and min-p leave, then the cumulative weights in token id order
 
-No filter sorts. The edge of a filter is the smallest value such that all values above it count less than the filter
-lets through: tokens for top-k, weight for top-p. It is found by bisection over the bits of the values, which are
-ordered like the values. Bounds move to values that occur, so the search ends as soon as they meet. That takes about as
-many passes as are needed to distinguish neighbours. Weights and sums are float64.
+No filter sorts. A filter keeps all values from its edge on. The edge is the smallest value such that the values above
+it come to less than the limit: a number of tokens for top-k, a sum of weights for top-p. It is found by bisection over
+the bits of the values, which are ordered like the values. The two bounds move to values that occur, so the search ends
+as soon as they meet. That takes about as many passes over the logits as are needed to distinguish neighbouring values.
+Weights and sums are float64.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of the parameters of a row.
+# Indices of the columns of a row's sampling parameters.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM = range(5)
 NUM_PARAMETERS = 5
 
@@ -29,20 +31,20 @@ _LONGEST_BLOCK = 4096
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return the token ids (n,) int64 of the largest of (n, vocab) logits.
+    """Return the token ids (n,) int64 of the largest logit in each row of (n, vocab) logits.
 
-    It is the lowest id of equal logits, and -1 if a logit is not finite.
+    If several logits are the largest, it is the lowest id. It is -1 if a logit of the row is NaN or infinite.
     """
     return _find(logits.contiguous())[0]
 
 
 def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
-    """Return token ids (n,) int64 drawn from (n, vocab) logits; -1 if a logit is not finite.
+    """Return token ids (n,) int64 drawn from (n, vocab) logits; -1 for a row with a logit that is NaN or infinite.
 
     Args:
-        parameters: (n, 5) float64 on the device of the logits, with the columns above. temperature 0 is greedy. top_k
-            0, or at least vocab, top_p 1 and min_p 0 keep every token. uniform is in [0, 1): the point at which the
-            distribution is inverted.
+        parameters: (n, 5) float64 on the device of the logits: temperature, top_k, top_p, min_p and the random number
+            of each row. temperature 0 is greedy. top_k 0, or at least vocab, top_p 1 and min_p 0 keep every token. The
+            random number is in [0, 1).
     """
     num_rows, vocab = logits.shape
     assert parameters.shape == (num_rows, NUM_PARAMETERS) and parameters.dtype == torch.float64, parameters.shape
@@ -86,7 +88,7 @@ def _block(vocab: int) -> int:
 
 
 def _find(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return token ids as greedy_tokens does, and the largest logit of each row, (n,) float32."""
+    """Return the token ids that `greedy_tokens` returns, and the largest logit of each row, (n,) float32."""
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -158,11 +160,14 @@ def _invert(weights, tokens, parameters, VOCAB: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _edge(source, VOCAB: tl.constexpr, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the smallest value such that those above it come to less than `most`. It is in [low, high], int64.
+    """Return a filter's edge: the smallest value such that the values above it come to less than `most`.
+
+    Values are compared as int64 numbers. The edge is one of these, in [low, high].
 
     Args:
-        COUNT: values are logits by their order, and each counts 1. Otherwise they are weights by their bits, and count
-            themselves.
+        most: number of tokens if COUNT, otherwise a sum of weights.
+        COUNT: if true, values are logits, numbered by `_ordered`, and each adds 1. Otherwise they are weights, numbered
+            by their bits, and each adds itself.
     """
     at = tl.arange(0, BLOCK)
     while low < high:
@@ -191,7 +196,7 @@ def _edge(source, VOCAB: tl.constexpr, low, high, most, COUNT: tl.constexpr, BLO
 
 @triton.jit
 def _extent(weights, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sum of the weights, and the bits of the smallest that is not 0. It sums in the order of _edge."""
+    """Return the sum of the weights, in the order in which _edge sums, and the bits of the smallest one above 0."""
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     smallest = tl.full((BLOCK,), 1.0, tl.float64)
@@ -211,10 +216,7 @@ def _kept(weights, first, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  
 
 @triton.jit
 def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the weight of the tokens that are at least as heavy as `lightest`.
-
-    It sums in the order of _first_beyond.
-    """
+    """Return the sum of the weights that are at least `lightest`, in the order in which _first_beyond sums."""
     total = tl.zeros((), tl.float64)
     for first in range(0, VOCAB, BLOCK):
         total += tl.sum(_kept(weights, first, VOCAB, lightest, BLOCK), 0)
@@ -223,7 +225,10 @@ def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # typ
 
 @triton.jit
 def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first token with weight at which the cumulative weight exceeds the target. That is below the total."""
+    """Return the first token with a weight above 0 at which the cumulative weight exceeds the target.
+
+    The target is below the total weight.
+    """
     token = tl.full((), -1, tl.int64)
     heavy = tl.full((), -1, tl.int64)
     before = tl.zeros((), tl.float64)
@@ -233,12 +238,12 @@ def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.cons
         at = first + tl.arange(0, BLOCK).to(tl.int64)
         heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, at, -1), 0))
         if (token < 0) & (after > target):
-            # A scan adds in another order than a sum, so it may stay below. Then it is the block's last token.
+            # cumsum adds in another order than sum, so it may stay below the target. Then take the block's last token.
             beyond = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
             last = tl.max(tl.where(weight > 0, at, -1), 0)
             token = tl.min(tl.where(beyond, at, last), 0)
         before = after
-    return tl.where(token < 0, heavy, token)  # this total may end a bit below the one for the target
+    return tl.where(token < 0, heavy, token)  # rounding may leave all sums below the target
 
 
 @triton.jit
@@ -248,7 +253,7 @@ def _score(logit, peak, temperature):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ordered(logit):  # type: ignore[no-untyped-def]
-    """Return int64 that are ordered as float32 are: for negative ones, all bits but the sign are inverted."""
+    """Return int64 numbers in the order of float32 logits: for negative logits, all bits but the sign are inverted."""
     bits = logit.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

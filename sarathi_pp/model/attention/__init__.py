@@ -20,10 +20,12 @@ from sarathi_pp.model.triton_available import why_no_kernels
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of T query rows over pages that already hold the rows' own keys and values.
+    """Causal attention of T query rows (tokens) over pages that already hold the rows' own keys and values.
 
     Attributes:
-        page_multiple: the page size must be a multiple of it.
+        name: the value of --attention that chooses it.
+        page_multiple: tokens; the page size must be a multiple of it.
+        default_page_size: tokens per page, if the user gives no page size.
     """
 
     @property
@@ -34,12 +36,17 @@ class AttentionBackend(Protocol):
     def default_page_size(self) -> int: ...
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """Return the (T, H, D) attention output, in the queries' dtype, of (T, H, D) rotated queries."""
+        """Return the (T, H, D) attention output of a layer, in the queries' dtype.
+
+        Args:
+            query: (T, H, D), H heads of D channels, after the rotary embedding.
+            layer: index of the layer in the whole model, from 0.
+        """
         ...
 
 
 class CapturableAttention(AttentionBackend, Protocol):
-    """Attention that makes the same launches at the same addresses for every microbatch, as a CUDA graph needs it."""
+    """Attention that launches the same kernels at the same addresses for every microbatch, as a CUDA graph needs it."""
 
     def load(self, inputs: StageInputs) -> None:
         """Prepare the next microbatch. Call it before the graph is replayed."""
@@ -56,18 +63,18 @@ class CapturableBackend(Protocol):
         """Return attention for microbatches of up to num_tokens and num_seqs, each sequence of up to `longest` tokens.
 
         Args:
-            windows: sliding windows of the layers.
+            windows: sliding windows of the layers, in tokens; None for a layer without one.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The requirements of a model on its attention, besides causality and windows.
+    """The features of a model that an attention backend must support, besides causality and windows.
 
     Attributes:
-        softcap: any of its layers bounds attention scores.
-        sinks: any of its layers has attention sinks.
+        softcap: any layer bounds its attention scores by a soft cap.
+        sinks: any layer has attention sinks: one more logit per head in the softmax, without a key or a value.
     """
 
     dtype: torch.dtype
@@ -83,9 +90,9 @@ class _Known:
     Attributes:
         make: makes the backend. It imports what the backend needs, which may be an optional package and slow.
         package: package that the backend needs; None if it needs none.
-        extra: our extra that installs the package.
+        extra: the extra of sarathi-pp that installs the package.
         works: returns why the backend does not work on a device, or None if it does.
-        takes: returns why the backend does not serve a model, or None if it does.
+        takes: returns why the backend does not support a model, or None if it does.
     """
 
     make: Callable[[], AttentionBackend]
@@ -146,7 +153,7 @@ def _varlen_works(device: torch.device) -> str | None:
     return _flash_works(device)
 
 
-# The order in which `auto` tries them.
+# The backends by name, in the order in which `auto` tries them.
 BACKENDS: dict[str, _Known] = {
     "numba": _Known(_numba, ("cpu",), "numba", "cpu"),
     "triton": _Known(_triton, ("cuda",), "triton", "gpu", works=why_no_kernels),
@@ -161,18 +168,16 @@ _log = logging.getLogger(__name__)
 def choose_backend(
     name: str, device: torch.device, page_size: int | None, needs: Needs | None = None
 ) -> AttentionBackend:
-    """Return the backend called `name`.
+    """Return the backend called `name`. Log one line: the backend, and why no earlier one of BACKENDS was chosen.
 
-    `auto` takes the first of BACKENDS that is installed, runs and serves the model.
-
-    It logs one line: the backend, and why no earlier one was taken.
+    `auto` chooses the first of BACKENDS that is installed, runs on the device and supports the model.
 
     Args:
-        page_size: None leaves it to the backend's default_page_size.
-        needs: requirements of the model; None without a model.
+        page_size: tokens per page; None for the backend's default_page_size.
+        needs: features that the model needs; None without a model.
 
     Raises:
-        ConfigError: the name is unknown, or the named backend cannot serve. The message names the remedy.
+        ConfigError: the name is unknown, or the backend cannot run the model here. The message names the remedy.
     """
     choices = ", ".join(["auto", *BACKENDS])
     if name != "auto" and name not in BACKENDS:
@@ -199,9 +204,12 @@ def choose_backend(
 
 
 def why_not(name: str, device: torch.device, needs: Needs | None) -> str | None:
-    """Return why the backend of that name cannot serve, or None if it can.
+    """Return why the backend called `name` cannot run the model on the device, or None if it can.
 
     The cheapest checks come first, and nothing is imported for a backend that does not run.
+
+    Args:
+        needs: features that the model needs; None without a model.
     """
     known = BACKENDS[name]
     if device.type not in known.device_types:

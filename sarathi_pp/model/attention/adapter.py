@@ -1,4 +1,7 @@
-"""The link between a model's layers and the pages of their stage: pages are passed in the model's keyword arguments."""
+"""The link between transformers' attention layers and our paged attention.
+
+StageModel passes a PagedCall to the model as the keyword argument `paged`. transformers hands it on to every layer.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ PAGED = "sarathi_pp_paged"
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """Everything that attention needs in one call of a stage.
+    """Everything that attention needs to compute one microbatch on a stage.
 
     Attributes:
-        specs: see StageModel.
-        steps: see StageModel.
+        specs: the settings of each layer's attention.
+        steps: (1,) int64, layers computed so far. Each layer adds 1.
     """
 
     backend: AttentionBackend
@@ -38,9 +41,12 @@ class PagedCall:
     def attend(
         self, layer: int, query: Tensor, *, scaling: float, softcap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return the attention output of a layer's (T, H, D) rotated queries, whose keys and values are in their pages.
+        """Return a layer's (T, H, D) attention output. The keys and values of the rows are already in their pages.
 
-        See AttentionSpecs.of for the other arguments.
+        Args:
+            layer: index of the layer in the whole model, from 0.
+            query: (T, H, D), after the rotary embedding.
+            scaling: see AttentionSpec. So are softcap and sinks.
         """
         self.steps[0] += 1
         spec = self.specs.of(layer, scaling, softcap, sinks)
@@ -60,10 +66,10 @@ def _attention(
     s_aux: Tensor | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """Write keys and values to their pages and return the output (1, T, H, D), as transformers' attention function.
+    """Write keys and values to their pages, and return the attention output (1, T, H, D).
 
-    Two of the other keyword arguments may differ from their defaults. dropout is off, and `AttentionSpecs.windows`
-    already holds sliding_window.
+    transformers calls this as its attention function. Of the arguments in `unused`, two could matter: dropout,
+    which is off here, and sliding_window, which `AttentionSpecs.windows` already holds.
 
     Args:
         query: (1, H, T, D), rotated.

@@ -1,7 +1,8 @@
 """Attention on a CUDA device by a library's FlashAttention-2: the package flash-attn, or the one built into torch.
 
-Both read pages in place, in the layout of the KV shard. They take any strides of (num_pages, page_size, num_kv_heads,
-head_dim), so heads before tokens is just one more permutation. Page tables are laid out once per microbatch.
+Both read pages in place. They expect (num_pages, page_size, num_kv_heads, head_dim) with any strides. So the pages of
+the KV shard, which have heads before tokens, are passed as transposed views. Page tables are made once per microbatch
+and serve all layers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FlashAttention:
         self._microbatch: _Microbatch | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """See AttentionBackend. A sink reduces the output by its share of the softmax's denominator."""
+        """See AttentionBackend. The library has no sinks, so the output is reduced by the sinks' share afterwards."""
         if self._microbatch is None or self._microbatch.inputs is not inputs:
             self._microbatch = _Microbatch.of(inputs)
         keys, values = token_major(kv, layer)
@@ -116,34 +117,36 @@ class VarlenAttention:
 
 
 def token_major(kv: KVShard, layer: int) -> tuple[Tensor, Tensor]:
-    """Return a layer's pages in these libraries' order: (num_pages, page_size, num_kv_heads, head_dim)."""
+    """Return a layer's key and value pages as views of (num_pages, page_size, num_kv_heads, head_dim)."""
     return kv.keys(layer).transpose(1, 2), kv.values(layer).transpose(1, 2)
 
 
 def _weakened(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Return the outputs with sinks, from outputs and log-sum-exps without sinks.
+    """Return the attention output with sinks, from the output and the softmax's log-sum-exp without sinks.
 
-    For a denominator exp(l), the factor exp(l) / (exp(l) + exp(sink)) is a sigmoid.
+    A sink adds exp(sink) to the softmax's denominator exp(l). So the output is multiplied by exp(l) / (exp(l) +
+    exp(sink)), which is sigmoid(l - sink).
 
     Args:
         out: (n, H, D).
         logsumexp: (n, H).
+        sinks: (H,).
     """
     return out * torch.sigmoid(logsumexp - sinks.float())[:, :, None].to(out.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some sequences of a microbatch, as int32 tensors on the device.
+    """Arguments for one call of the library: n sequences of a microbatch, as int32 tensors on the device.
 
     Attributes:
-        row_bounds: (n + 1,), bounds of their rows, counted over these sequences.
-        key_bounds: (n + 1,), bounds of their keys, counted over these sequences.
-        num_keys: (n,), keys of each sequence.
-        table: (n, most pages), page ids.
-        most_rows: rows of the longest chunk.
-        most_keys: keys of the longest sequence.
-        rows: their rows in the microbatch; None for all.
+        row_bounds: (n + 1,), sums of the numbers of rows before each sequence, and of all.
+        key_bounds: (n + 1,), sums of the numbers of keys before each sequence, and of all.
+        num_keys: (n,), number of keys of each sequence.
+        table: (n, most pages), page ids of each sequence.
+        most_rows: number of rows of the longest chunk.
+        most_keys: number of keys of the longest sequence.
+        rows: indices of the sequences' rows in the microbatch; None if they are all rows.
     """
 
     row_bounds: Tensor
@@ -156,15 +159,15 @@ class _Rows:
 
     @classmethod
     def of(cls, inputs: StageInputs, spans: Sequence[SpanRows]) -> _Rows:
-        """Return the sequences of some spans, in one copy to the device.
+        """Return the arguments for some spans, moved to the device in one copy.
 
-        Page ids are on the device and are gathered there.
+        The page ids are on the device already and are gathered there.
         """
         counts = np.array([span.num_tokens for span in spans])
         ends = np.array([span.end for span in spans])
         held = np.array([span.num_pages for span in spans])
         first_pages = np.array([span.first_page for span in spans])
-        # After a sequence's own pages, its last page fills the table. It is not read there.
+        # A table row that is longer than its sequence is filled with the last page, which is not read there.
         places = first_pages[:, None] + np.minimum(np.arange(held.max())[None, :], held[:, None] - 1)
         some = len(spans) < len(inputs.spans)
         rows = np.concatenate([np.arange(span.first_row, span.first_row + span.num_tokens) for span in spans])
@@ -201,11 +204,11 @@ def _bounds(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """The sequences of a microbatch by kind.
+    """The arguments for the calls that compute a microbatch, the same for all layers.
 
     Attributes:
-        chunks: None without chunks.
-        decodes: None without decodes.
+        chunks: sequences of several tokens; None if there are none.
+        decodes: sequences of one token; None if there are none.
     """
 
     inputs: StageInputs

@@ -1,9 +1,9 @@
 """Attention on CPU with compiled kernels.
 
-A row that is alone in its span, usually a decode, reads its whole context. The time is that of reading memory.
-Gathering the pages and calling torch a dozen times takes three to four times as long as attention_decode.py. In
-bfloat16, a fitting processor and page size allow faster kernels. Then decodes use attention_decode_simd.py, and chunks
-use attention_prefill.py, as does a lone row of a prompt. Otherwise torch's products compute the chunks (sdpa.py).
+A decode is one row (token) that reads its whole context. Its time is that of reading memory. Gathering the pages and
+calling torch a dozen times takes three to four times as long as attention_decode.py. In bfloat16, faster kernels exist
+for processors with AVX512-BF16 and pages of 16, 32, 64 .. 1024 tokens. Then decodes use attention_decode_simd.py, and
+prompt chunks use attention_prefill.py, even for a single row. Otherwise torch's products compute the chunks (sdpa.py).
 
 In float32, attention_decode.py computes the chunks too, a few rows at a time. A row's output is then the same to the
 last bit, however its prompt was cut and whatever rows were computed with it. This is the reason to choose float32. On
@@ -39,16 +39,16 @@ _KINDS = {
     torch.float16: attention_decode.FLOAT16,
 }
 
-# Most rows of a chunk for which a key is read once, and most keys of such rows together: their scores are in memory at
-# the same time.
+# In float32, the rows of a chunk are computed in tiles. A key is read once for all rows of a tile. These are the most
+# rows of a tile, and its most scores (rows times keys), which are in memory at the same time.
 _TILE_ROWS = 16
 _TILE_KEYS = 2**18
 
 
 class NumbaAttention:
-    """Attention by as many threads as torch computes with.
+    """Attention with compiled kernels, on as many threads as torch computes with.
 
-    A chunk is split by heads, decodes by the keys that they read.
+    The threads divide a chunk by its KV heads. They divide decodes so that each thread reads about as many keys.
     """
 
     name = "numba"
@@ -61,7 +61,7 @@ class NumbaAttention:
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """See AttentionBackend. Scores, softmax and sums are float32. The SIMD kernels round weights to bfloat16."""
+        """See AttentionBackend. Scores, softmax and sums are float32. SIMD kernels round the softmax to bfloat16."""
         simd = query.dtype == torch.bfloat16 and self.fits_simd(kv)
         chunks, tiles = self._halves(inputs, query.dtype == torch.float32, simd)
         sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
@@ -79,9 +79,13 @@ class NumbaAttention:
         return out
 
     def _halves(self, inputs: StageInputs, all_in_tiles: bool, simd: bool) -> tuple[StageInputs, _Tiles | None]:
-        """Return the chunks of a microbatch, and the tiles that are computed row by row.
+        """Return the spans of a microbatch that are computed as chunks, and all others as tiles (None: no others).
 
-        Every layer asks for the same ones.
+        The result is kept, because all layers of a microbatch need the same one.
+
+        Args:
+            all_in_tiles: compute no span as a chunk.
+            simd: the SIMD kernels are used. Then a prompt's span of one row is a chunk too.
         """
         if self._split is None or self._split[0] is not inputs:
             in_tiles: list[SpanRows] = []
@@ -94,7 +98,7 @@ class NumbaAttention:
         return self._split[1:]
 
     def fits_simd(self, kv: KVShard) -> bool:
-        """Return whether the SIMD kernels read these pages."""
+        """Return whether the SIMD kernels run on this processor and can read the pages of this KV shard."""
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
         return fits and self._has_avx512_bf16 and kv.dtype == torch.bfloat16
 
@@ -106,12 +110,12 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _LayerAttention:
-    """One layer's attention in one call. Queries are (T, H, D) of a microbatch.
-
-    The output has their shape and is contiguous.
+    """One layer's attention for one microbatch. Queries are (T, H, D). The output has their shape and is contiguous.
 
     Args:
-        sinks: (H,) float32 as the kernels read them, -inf for none.
+        layer: index of the layer in the whole model, from 0.
+        spec: the settings of the layer's attention.
+        sinks: (H,) float32, the sink of each head; -inf for none.
         simd: use the SIMD kernels.
     """
 
@@ -136,14 +140,14 @@ class _LayerAttention:
         )
 
     def tiles(self, query: Tensor, out: Tensor, tiles: _Tiles) -> None:
-        """Compute the rows of tiles by walking along their context, split over threads by the keys they read."""
+        """Compute all tiles. Each thread takes one range of `tiles.pieces`, and all read about as many keys."""
         run_parallel([partial(self._read, query, out, tiles, piece) for piece in tiles.pieces])
 
     def _attend(self, query: Tensor, out: Tensor, span: SpanRows, rows: range, heads: range) -> None:
         """Compute some rows of a span for some heads.
 
         Args:
-            rows: indices in the span.
+            rows: indices of rows, counted from the span's first row.
             heads: indices of KV heads.
         """
         kv, group = self.kv, query.shape[1] // self.kv.num_kv_heads
@@ -174,10 +178,10 @@ class _LayerAttention:
         )
 
     def _read(self, query: Tensor, out: Tensor, tiles: _Tiles, piece: range) -> None:
-        """Compute some tiles.
+        """Compute the tiles of one thread.
 
         Args:
-            piece: indices in `tiles`.
+            piece: indices of the tiles, one of `tiles.pieces`.
         """
         kv, num_heads = self.kv, query.shape[1]
         group = num_heads // kv.num_kv_heads
@@ -214,15 +218,15 @@ class _LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The arguments of the kernels that compute tiles one by one. A tile is some consecutive rows of one sequence.
+    """The tiles of a microbatch, as the kernels read them. A tile is up to 16 consecutive rows of one sequence.
 
     Attributes:
-        places: first row of each tile in the microbatch.
+        places: index in the microbatch of each tile's first row.
         counts: number of rows per tile.
-        ends: number of keys up to the first row of each tile, its own included.
-        pages: page tables of the sequences, one after the other.
-        tables: index in `pages` at which the page table of each tile starts.
-        pieces: for each thread, the range of tiles that it computes.
+        ends: position of each tile's first row in its sequence, plus 1: the number of keys up to its own.
+        pages: page ids of all sequences, one sequence after the other.
+        tables: index in `pages` of the first page id of each tile's sequence.
+        pieces: the division of the tiles among threads: for each thread, the range of indices of its tiles.
     """
 
     places: NDArray[np.int64]
@@ -249,10 +253,10 @@ class _Tiles:
 
 
 def split_by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
-    """Split tiles into at most num_threads consecutive ranges that read about the same number of keys.
+    """Split the indices of tiles into at most num_threads ranges that read about the same number of keys each.
 
     Args:
-        keys: number of keys that each tile reads.
+        keys: number of keys that each tile reads, summed over its rows.
     """
     total = np.cumsum(keys)
     bounds = total[-1] * np.arange(1, num_threads) / num_threads

@@ -1,8 +1,8 @@
 """Paged attention in plain torch operations: the CPU backend, and the oracle for every other backend.
 
-A span's rows are computed in tiles. The keys that a tile sees are walked in blocks of whole pages. So tile and block
-limit the memory, whatever the context. Row i sees the keys j <= i (lower-right causal), and with a sliding window only
-the last ones:
+The rows (tokens) of a sequence are computed in tiles of up to 128. The keys that a tile sees are read in blocks of
+whole pages. So the sizes of tile and block limit the memory, whatever the length of the context. Row i sees the keys
+j <= i, and with a sliding window only the last ones:
 
             keys of one sequence
             |  block 0  |  block 1  |     #  computed and seen
@@ -12,7 +12,7 @@ the last ones:
     tile 1  . . . . . # # # # # x x
 
 A tile keeps its output so far and the log-sum-exp of its scores. No more is needed to merge another block. An attention
-sink is a block without value: the state that a tile starts with.
+sink (a logit without a value) counts as a first block whose values are 0. So it is the state that a tile starts with.
 
 These points decide the time on CPU in bf16 (measured, one thread with AVX512-BF16):
 
@@ -45,7 +45,7 @@ TILE_ROWS = 128
 BLOCK_KEYS = 1024
 ROW_STEP = 32
 KEY_STEP = 64
-HIDDEN = -1e30  # finite: a row that sees nothing of a block gets weight 0 in the merge, not NaN
+HIDDEN = -1e30  # finite: a block that a row does not see gets weight 0 in the merge, not NaN
 
 
 class SdpaAttention:
@@ -78,7 +78,7 @@ class SdpaAttention:
     def _attend(
         self, tile: _Tile, start: int, pages: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec
     ) -> None:
-        """Merge every key that the tile sees. Its first row is at position `start`."""
+        """Compute a tile's attention over all keys that it sees. `start` is the position of its first row."""
         page_size = keys.shape[2]
         end = start + tile.num_rows
         last_page = -(-end // page_size)
@@ -97,13 +97,17 @@ class SdpaAttention:
             tile.merge(scores, value, alone=len(blocks) == 1)
 
     def _load(self, pool: Tensor, pages: Tensor, count: int, step: int) -> Tensor:
-        """Return the first `count` tokens of the pages, (num_kv_heads, K, D) float32.
+        """Return the keys or values of the first `count` tokens of some pages, (num_kv_heads, K, D) float32.
 
-        Zeros follow up to a multiple of `step`.
+        K is `count`, rounded up to a multiple of `step`. The added ones are zeros.
 
-        Pages are copied whole and in order, which streams. Heads come to the front while numbers are widened to
-        float32. Tokens after `count` may never have been written, so they may be NaN. A masked weight of 0 times NaN is
-        NaN, so they are cut off or zeroed. The result is valid until the next load.
+        Pages are copied whole and in order, the fastest way to read memory. The conversion to float32 also moves heads
+        to the front. Tokens after `count` may never have been written, so they may be NaN. A masked weight of 0 times
+        NaN is NaN, so they are cut off or zeroed. The result is valid until the next load.
+
+        Args:
+            pool: all key pages or all value pages of the layer.
+            pages: ids of the pages to read.
         """
         _, heads, page_size, head_dim = pool.shape
         num_pages = pages.shape[0]
@@ -126,18 +130,20 @@ class SdpaAttention:
 
 
 def _first_key(spec: AttentionSpec, position: int) -> int:
-    """Return the first key that the row at a position sees."""
+    """Return the position of the first key that the row at a position sees."""
     return 0 if spec.sliding_window is None else max(position - spec.sliding_window + 1, 0)
 
 
 def _hide(scores: Tensor, spec: AttentionSpec, start: int, num_rows: int, first: int, num_keys: int) -> None:
-    """Cap the scores, then hide the keys from `first` on that rows [start, start + num_rows) must not see.
+    """Apply the soft cap to the scores of a block, then hide the keys that a row must not see: give them no weight.
 
     Only the columns that some row must not see are changed.
 
     Args:
         scores: (num_kv_heads, group, R, K), changed in place. Rows from num_rows on and keys from num_keys on are
             padding.
+        start: position of the first row.
+        first: position of the first key.
     """
     if spec.softcap is not None:
         scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
@@ -196,7 +202,7 @@ class _Tile:
         Args:
             scores: (num_kv_heads, group * R, K), overwritten.
             value: values of the block.
-            alone: it is the only block. Without sinks, its log-sum-exp is then not needed.
+            alone: the tile has no other block. Then, without sinks, the log-sum-exp is not needed.
         """
         if alone and self._log_sum is None:
             self._output = torch.bmm(torch.softmax(scores, -1, out=scores), value)
@@ -225,11 +231,11 @@ def _round_up(count: int, step: int) -> int:
 
 
 class _FastProducts:
-    """A switch that lets oneDNN multiply float32 matrices with bf16 factors inside.
+    """A context in which oneDNN may round the factors of float32 products to bf16.
 
-    The setting belongs to the process, and several threads may be inside at once. The first thread that enters changes
-    it, and the last one that leaves restores it. If each thread saved and restored it separately, one would save
-    another thread's setting and leave it set for good.
+    torch's setting for this belongs to the process, and several threads may be inside at once. The first thread that
+    enters changes the setting, and the last one that leaves restores it. If each thread saved and restored it
+    separately, one could save the changed setting of another thread and leave it changed for good.
     """
 
     def __init__(self) -> None:

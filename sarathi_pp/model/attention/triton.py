@@ -1,7 +1,7 @@
 """Attention on a CUDA device with a kernel of our own, which needs only torch and the Triton that torch installs.
 
-Chunks and decodes of a microbatch are one launch, and one more if long contexts were split. The host lays out the
-kernel's work once per microbatch and window, because layers differ in nothing else.
+Chunks and decodes of a microbatch are one launch, and one more if long contexts were split. The host prepares the
+kernel's work (attention_work.py) once per microbatch and sliding window, because layers differ only in the window.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CapturableTritonAttention:
     """Attention for a CUDA graph. See CapturableAttention.
 
     Args:
-        works: the work for each sliding window.
+        works: the kernel's work for each sliding window of the stage's layers (None: no window).
     """
 
     name = TritonAttention.name
@@ -102,7 +102,7 @@ class CapturableTritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
-    """The work that all layers of a microbatch share."""
+    """A microbatch, and the kernel's work for it, which all layers with the same window share."""
 
     inputs: StageInputs
     extents: tuple[Extent, ...]
@@ -113,7 +113,13 @@ class _Microbatch:
         return cls(inputs, _extents(inputs))
 
     def work(self, window: int | None, group: int, kv: KVShard) -> AttentionWork:
-        """Return the work for a window. It is made when the first layer with that window asks."""
+        """Return the kernel's work for layers with a sliding window of `window` tokens (None: no window).
+
+        The first layer with that window makes it.
+
+        Args:
+            group: number of query heads that share a KV head.
+        """
         if window not in self._work:
             blocks = Blocks.of(group, kv.head_dim, kv.dtype.itemsize)
             device = self.inputs.pages.device
@@ -128,8 +134,8 @@ def _extents(inputs: StageInputs) -> tuple[Extent, ...]:
 
 
 def _num_processors(device: torch.device) -> int:
-    """Return the number of processors of a CUDA device.
+    """Return the number of streaming multiprocessors of a CUDA device.
 
-    On a CPU it is 1: Triton's interpreter runs programs in turn.
+    On a CPU it is 1, because Triton's interpreter runs one program after the other.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

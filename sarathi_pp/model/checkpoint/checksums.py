@@ -1,8 +1,8 @@
 """Checksums of weight files: their SHA-256 compared with the published one.
 
-A safetensors file has no checksum of its tensors: a flipped bit is a wrong model. The published SHA-256 comes from one
-of three places: the name of a blob in the hub's cache, the hub downloader's note next to the file, or SHA256SUMS in the
-model directory (`sha256sum *.safetensors > SHA256SUMS`).
+A safetensors file has no checksum of its tensors, so a flipped bit would go unnoticed. The published SHA-256 comes from
+one of three places: the name of a blob in the hub's cache, the hub downloader's note next to the file, or SHA256SUMS in
+the model directory (`sha256sum *.safetensors > SHA256SUMS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def verify_checksums(directory: Path) -> None:
     """Read every weight file of the model and compare its checksum.
 
     Raises:
-        InputError: a file differs from its checksum or cannot be read, or `open_checkpoint` raises it.
+        InputError: a file differs from its checksum, cannot be read or is not well-formed safetensors.
         MissingError: no checksum of a file is known.
     """
     listed = _listed_sums(directory)
@@ -44,7 +44,7 @@ def verify_checksums(directory: Path) -> None:
 
 
 def _listed_sums(directory: Path) -> dict[str, str]:
-    """Return the checksums of SHA256SUMS by file name. A line is the sum, two characters and the name."""
+    """Return the checksums in SHA256SUMS by file name. A line has the sum, two other characters and the name."""
     try:
         lines = (directory / SUMS_FILE).read_text().splitlines()
     except FileNotFoundError:
@@ -55,9 +55,10 @@ def _listed_sums(directory: Path) -> dict[str, str]:
 
 
 def _noted_sum(directory: Path, name: str, file: Path) -> str | None:
-    """Return the checksum that the hub's cache knows: the blob's name, or the downloader's second line.
+    """Return the checksum that the Hub's client has stored; None if there is none.
 
-    The downloader notes revision, etag and time, one per line.
+    It is the name of the file in the client's cache, or the second line of a note that the client has written next to
+    the file (revision, etag and time, one per line).
     """
     if _SUM.fullmatch(file.name):
         return file.name

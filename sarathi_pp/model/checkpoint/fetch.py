@@ -25,9 +25,12 @@ _FIRST = ("config.json", ADAPTER_FILE)
 def find_model(name: str) -> Path:
     """Return the model's directory, or the local cache's copy of a Hub repository. A missing copy is fetched.
 
+    Args:
+        name: a directory, or the id of a Hub repository.
+
     Raises:
-        MissingError: neither exists, or the Hub does not give access.
-        InputError: it cannot be read, or is a file.
+        MissingError: no such directory or repository exists, or the Hub does not give access.
+        InputError: the directory cannot be read, or is a file.
         UnsupportedModelError: it is another kind of model. From a repository, only config.json is fetched then.
     """
     if _is_directory(name):
@@ -45,9 +48,9 @@ def find_config(name: str) -> Path:
         name: a directory, a file named config.json, or the id of a Hub repository.
 
     Raises:
-        MissingError: neither exists, or the Hub does not give access.
-        InputError: it cannot be read, or is another file.
-        UnsupportedModelError: it is a file of another kind of model.
+        MissingError: no such directory or repository exists, or the Hub does not give access.
+        InputError: the directory cannot be read, or the file is not a config.json.
+        UnsupportedModelError: the file holds weights of a kind that is not supported.
     """
     path = Path(name)
     if path.name == "config.json" and path.is_file():
@@ -62,7 +65,7 @@ def find_config(name: str) -> Path:
 
 
 def _is_directory(name: str) -> bool:
-    """Return if a name is a local directory. Raise if it is a file, or cannot be the id of a repository either."""
+    """Return whether a name is a local directory. Raise if it is a file, or cannot be a repository's id."""
     path = Path(name)
     with reading(path):
         if path.is_dir():
@@ -70,7 +73,7 @@ def _is_directory(name: str) -> bool:
         if path.exists():
             raise refuse_path(name, path.suffix)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise MissingError(f"--model {name}: there is no such directory")
+        raise MissingError(f"--model {name}: no such directory; give a directory, or a Hub repository as OWNER/NAME")
     return False
 
 
@@ -80,7 +83,7 @@ def _hub_session(name: str) -> Iterator[None]:
     from huggingface_hub import get_session
 
     session = get_session()
-    before, session.timeout = session.timeout, _ANSWER_S  # its own default is to wait for ever
+    before, session.timeout = session.timeout, _ANSWER_S  # the client's default is to wait for ever
     try:
         yield
     except SarathiError:
@@ -97,7 +100,7 @@ def _hub_session(name: str) -> Iterator[None]:
 
 
 def _fetch(name: str) -> Path:
-    """Return the snapshot of a repository's main branch. Raise what the Hub's client raises."""
+    """Fetch a repository's main branch and return its directory in the cache. Raise the errors of the Hub's client."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
@@ -136,7 +139,7 @@ def _names(info: object) -> list[str]:
 
 
 def _is_small(name: str) -> bool:
-    """Return whether it is a file of settings or of the tokenizer at the root, or an additional chat template."""
+    """Return whether a file is one of settings or of the tokenizer at the root, or an additional chat template."""
     folder, _, file = name.rpartition("/")
     if folder:
         return folder == "additional_chat_templates" and file.endswith(".jinja")

@@ -4,7 +4,7 @@
     N (LE u64)   JSON: name -> dtype, shape,   tensors, each at its [begin, end), no gaps
                  data_offsets [begin, end)
 
-The headers are enough to refuse a bad checkpoint, to size a stage and to fingerprint a model before any worker starts.
+The headers are enough to refuse a bad checkpoint, to size a stage and to fingerprint a model before any rank starts.
 A path in a checkpoint is untrusted. It must stay inside the model's directory, or be the blob link of a Hugging Face
 hub cache.
 """
@@ -45,11 +45,13 @@ _POINTER_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One stored tensor.
+    """The position of one stored tensor.
 
     Attributes:
-        dtype: safetensors' name of the type.
+        file: the file that holds it.
+        dtype: safetensors' name of the type, such as BF16.
         begin: byte in the file at which its data starts.
+        num_bytes: length of its data.
     """
 
     file: Path
@@ -61,7 +63,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model by stored name, and its files with their header bytes, sorted by file name."""
+    """The tensors of a model by stored name, and the headers of its files by file name, sorted."""
 
     tensors: Mapping[str, TensorEntry]
     headers: Mapping[str, bytes]
@@ -75,7 +77,7 @@ def reading(directory: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (SarathiError, FileNotFoundError):  # some of the former are OSErrors too
+    except (SarathiError, FileNotFoundError):  # some SarathiErrors are OSErrors too
         raise
     except OSError as error:
         raise InputError(f"{error.filename or directory} cannot be read: {error.strerror}") from error
@@ -109,7 +111,7 @@ def _open_checkpoint(directory: Path) -> Checkpoint:
     tensors = {}
     for key, name in placed.items():
         if key not in stored[name]:
-            raise MissingError(f"{directory}: {INDEX_FILE} says {key} is in {name}, which does not hold it")
+            raise MissingError(f"{directory}: {name} lacks {key}, which {INDEX_FILE} lists; download it again")
         tensors[key] = stored[name][key]
     return Checkpoint(tensors, headers)
 
@@ -125,13 +127,13 @@ def safe_path(directory: Path, name: str) -> Path:
     """
     root = directory.resolve()
     if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name or "\0" in name:
-        raise UnsafeError(f"{directory}: refused path {name!r}: it must be relative and stay inside the model")
+        raise UnsafeError(f"{directory}: refused file name {name!r}: it must be relative and inside the directory")
     path = (root / name).resolve()
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
     if not any(path.is_relative_to(folder) for folder in allowed):
-        raise UnsafeError(f"{directory}: refused {name}: it is a link to {path}, outside the model")
+        raise UnsafeError(f"{directory}: refused {name}, a link to {path} outside; copy the file if you trust it")
     return path
 
 
@@ -154,7 +156,7 @@ def read_json(directory: Path, name: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+        raise InputError(f"{path}: holds a JSON {type(value).__name__}; expected an object {{...}}")
     return value
 
 
@@ -185,7 +187,10 @@ def indexed_files(directory: Path) -> list[str]:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Return the file name by stored name, or None if the model is one file. A single file wins, as in transformers."""
+    """Return the file name of each tensor by stored name, or None if the model is one file.
+
+    If there are both a single file and an index, the file is used, as in transformers.
+    """
     check_weights(str(directory), [path.name for path in directory.iterdir()])
     if (directory / SINGLE_FILE).exists() or (directory / SINGLE_FILE).is_symlink():
         return None
@@ -195,7 +200,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 def _read_index(directory: Path) -> dict[str, str]:
     placed = read_json(directory, INDEX_FILE).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(v, str) for v in placed.values()):
-        raise InputError(f"{directory / INDEX_FILE}: weight_map must be an object of tensor name to file name")
+        raise InputError(f"{directory / INDEX_FILE}: weight_map must be an object with a file name for each tensor")
     return placed
 
 
@@ -208,7 +213,10 @@ def _read_header(file: Path) -> bytes:
             raise InputError(f"{file}: {len(prefix)} bytes are too short for a safetensors file; download it again")
         (length,) = struct.unpack("<Q", prefix)
         if length > _MAX_HEADER_BYTES:
-            raise InputError(f"{file}: header of {length} bytes; the limit is {_MAX_HEADER_BYTES}: not safetensors")
+            raise InputError(
+                f"{file} is not safetensors: it announces a header of {length} bytes, and the limit is "
+                f"{_MAX_HEADER_BYTES}; download it again"
+            )
         header = stream.read(length)
     if len(header) < length:
         raise InputError(f"{file}: cut short inside its header of {length} bytes; download it again")
@@ -221,11 +229,13 @@ def _parse_header(file: Path, header: bytes) -> dict[str, TensorEntry]:
         described.pop("__metadata__", None)
         entries = {key: _entry(file, 8 + len(header), value) for key, value in described.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{file}: malformed safetensors header: {error}") from None
+        raise InputError(f"{file}: malformed safetensors header: {error}; download it again") from None
     end = 8 + len(header)
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
         if entry.begin != end:
-            raise InputError(f"{file}: tensor {key} begins at byte {entry.begin}, expected {end}: gap or overlap")
+            raise InputError(
+                f"{file}: gap or overlap: tensor {key} begins at byte {entry.begin}, expected {end}; download it again"
+            )
         end += entry.num_bytes
     size = file.stat().st_size
     if size != end:

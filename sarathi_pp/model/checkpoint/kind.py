@@ -1,7 +1,7 @@
-"""The kinds of model directories and repositories that are no causal language model that can run.
+"""Errors for model directories and repositories that do not hold a causal language model in a supported form.
 
 Quantised files, adapters, encoders and image pipelines have folders of their own. Their file names, or the class name
-in config.json, reveal the kind. So an error can name the kind and the remedy. No torch.
+in config.json, reveal the kind. So an error can name the kind and the remedy. Imports no torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ _LIST = "`sarathi-pp doctor --models` lists the supported models"
 
 
 def refuse_path(path: str, suffix: str, *, option: str = "--model") -> SarathiError:
-    """Return the error for a path that is a file although a directory is expected."""
+    """Return the error for a path that is a file although a directory is expected.
+
+    Args:
+        suffix: ending of the file's name, with its dot.
+        option: the option that names the path.
+    """
     if suffix in _FORMATS:
         return UnsupportedModelError(f"{option} {path} is {_FORMATS[suffix]}, which is not read; {_safetensors()}")
     return InputError(f"{option} {path} is a file; give the directory that holds it, with config.json and the weights")
@@ -71,7 +76,7 @@ def check_kind(where: str, names: Collection[str], base_model: object = None) ->
 
     Args:
         where: directory or repository, for the message.
-        names: its files, those in folders with their path.
+        names: names of its files; those in folders with their path.
         base_model: name in adapter_config.json of the model that it adapts; None if there is no name.
 
     Raises:
@@ -91,10 +96,14 @@ def check_kind(where: str, names: Collection[str], base_model: object = None) ->
 def check_weights(where: str, names: Collection[str]) -> None:
     """Raise if a model with a config.json has no weights that can be read.
 
+    Args:
+        where: directory or repository, for the message.
+        names: names of its files.
+
     Raises:
-        UnsafeError: they are pickled.
-        UnsupportedModelError: they are in another format.
-        MissingError: there are none.
+        UnsafeError: the weights are pickled.
+        UnsupportedModelError: the weights are in another format.
+        MissingError: there are no weights.
     """
     root = {name for name in names if "/" not in name}
     if root & {SINGLE_FILE, INDEX_FILE}:
@@ -109,7 +118,7 @@ def check_weights(where: str, names: Collection[str]) -> None:
         kind = next(kind for suffix, kind in _FORMATS.items() if found.endswith(suffix))
         raise UnsupportedModelError(f"{where}: the weights are {kind} ({found}), which is not read; {_safetensors()}")
     shards = sorted(name for name in root if name.endswith(".safetensors"))
-    others = f"; {shards[0]} is not named by any of them" if shards else ""
+    others = f"; {shards[0]} cannot be used without its index" if shards else ""
     raise MissingError(f"{where}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{others}; download the model again")
 
 
@@ -117,7 +126,9 @@ def refuse_class(where: str, architecture: str, values: Mapping[str, object]) ->
     """Return the error for a class name that is not in FAMILIES. It names the kind and the nearest supported class.
 
     Args:
-        values: the keys of config.json.
+        where: directory or repository, for the message.
+        architecture: class name in config.json.
+        values: the keys of config.json with their values.
     """
     modalities = [key for key in MODALITIES if values.get(key)]
     endings = (kind for ending, kind in _CLASSES.items() if architecture.endswith(ending))

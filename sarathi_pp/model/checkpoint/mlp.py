@@ -17,11 +17,13 @@ _UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "starcoder2"})
 
 @dataclass(frozen=True, slots=True)
 class MLPShape:
-    """The MLP of one layer. In a model with experts, that of a layer with experts.
+    """The sizes of one layer's MLP. In a model with experts, those of a layer with experts.
 
     Attributes:
-        width: channels between the matrices, per expert.
-        matrices: 3 with a gate, 2 without.
+        width: number of channels between the matrices, per expert.
+        matrices: number of weight matrices: 3 with a gate, 2 without.
+        num_experts: number of experts of the layer; 1 in a model without experts.
+        experts_per_token: number of experts that compute each token.
     """
 
     width: int

@@ -20,12 +20,12 @@ from sarathi_pp.model.checkpoint.files import read_json
 from sarathi_pp.model.checkpoint.support import ConfigFile, find_family
 from sarathi_pp.model.families import Family
 
-# Keys that decide which class is made, or nothing.
+# Keys that are never left out: they decide which class is made, or have no effect.
 _KEPT = ("architectures", "model_type", "transformers_version")
 
 
 def load_config(directory: Path) -> tuple[Family, Any]:
-    """Return the family and transformers' config object.
+    """Return the model's family and transformers' config object, made from config.json.
 
     Raises:
         InputError: transformers refuses a key. The message names the key and its value.
@@ -46,10 +46,10 @@ def refuse_config(directory: Path, error: Exception) -> InputError:
     """Return the error for a config.json from which transformers could make no config object or no model.
 
     Args:
-        error: what transformers raised.
+        error: the error that transformers raised.
 
     Raises:
-        StoppedError: `error` is one, because a signal came meanwhile.
+        StoppedError: `error` itself, if it is one: a signal came meanwhile.
     """
     if isinstance(error, StoppedError):
         raise error
@@ -79,7 +79,10 @@ def _makes_model(family: Family, values: Mapping[str, object]) -> bool:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error's text, which names its cause, without a full stop."""
+    """Return the last line of an error's text, which names the cause, without a full stop.
+
+    If the text alone would not be understood, the class of the error comes first.
+    """
     lines = str(error).strip().splitlines()
     text = lines[-1].strip().rstrip(".") if lines else ""
     return text if len(lines) > 1 or (text and isinstance(error, ValueError)) else f"{type(error).__name__}: {text}"

@@ -1,7 +1,6 @@
-"""Checks of the numbers in config.json that transformers accepts at first and that fail while a layer computes.
+"""Checks of the numbers in config.json. transformers accepts impossible ones, which then fail while a layer computes.
 
-transformers itself checks types (pretrained.py). Impossible numbers are refused here, before a model is loaded. No
-torch.
+They are refused here, before a model is loaded. transformers itself checks types (pretrained.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def check_ranges(path: Path, values: Mapping[str, object]) -> None:
 
     Args:
         path: path of config.json.
-        values: keys of config.json.
+        values: the keys of config.json with their values.
     """
     for where, key, value in _numbers("", values):
         if key.endswith(("dropout", "pdrop", "layerdrop")):
@@ -62,7 +61,11 @@ def _check_experts(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
-    """Yield the place, key and value of every number in config.json and in its rotary settings."""
+    """Yield every number in config.json and in its rotary settings: its path, such as a.b.key, its key and its value.
+
+    Args:
+        where: path of `values` with a final dot; empty for config.json itself.
+    """
     for key, value in values.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield where + key, key, value

@@ -1,4 +1,4 @@
-"""Describe the tensors of a model from its config.json alone, as if its weights were stored.
+"""A description of a model's tensors that needs only its config.json, as if its weights were stored.
 
 The model is created on torch's meta device, where tensors have a shape and no memory. That takes a second for 405
 billion parameters. Names are those of the modules. Published files may store the parts of experts separately, but the
@@ -38,7 +38,7 @@ def describe_tensors(directory: Path) -> Checkpoint:
 
 
 def _entry(directory: Path, tensor: torch.Tensor) -> TensorEntry:
-    """Describe one tensor. Loading converts all float types to that of the run, so one of them represents all."""
+    """Describe one tensor. Any float type counts as F32, since loading converts them all to the dtype of the run."""
     dtype = "F32" if tensor.is_floating_point() else "I64"
     shape = tuple(tensor.shape)
     return TensorEntry(directory / "config.json", dtype, shape, 0, math.prod(shape) * ITEM_BYTES[dtype])

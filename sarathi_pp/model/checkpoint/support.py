@@ -1,6 +1,6 @@
-"""A check whether a model can be run exactly, from its files alone, without torch, before any worker starts.
+"""A check whether a model is supported. It reads only the model's files, without torch, before any rank starts.
 
-Models that are not proven exact are refused: a wrong answer that looks like text is worse than none.
+Models for which tests do not prove exact results are refused: a wrong answer that looks like text is worse than none.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class ModelFacts:
         head_dim: channels of a head.
         max_position_embeddings: most tokens of prompt and output together.
         dtype: float type to compute in, by torch's name. Most of the weights are stored in it.
-        fingerprint: hex. It is equal for equal config.json, equal tensor names, types, shapes and files, and equal
-            samples of the files' content.
-        softcap: attention bounds its scores.
-        sinks: attention has one more logit per head.
-        lm_head_size: inputs of the LM head; None if these are hidden_size.
+        fingerprint: a digest, in hex digits. Two models have the same one if config.json, names, types, shapes and
+            files of the tensors, and samples of their bytes are equal.
+        softcap: attention bounds its scores by a soft cap.
+        sinks: attention has sinks: one more logit per head in the softmax, without a key or a value.
+        lm_head_size: number of inputs of the LM head; None if it is hidden_size.
         note: a sentence about stored tensors that are not loaded; None if there are none.
     """
 
@@ -84,6 +84,9 @@ class ModelFacts:
     def max_model_len(self, asked: int | None) -> int:
         """Return the most tokens of prompt and output together in a run.
 
+        Args:
+            asked: the user's limit, in tokens; None for that of the model.
+
         Raises:
             ConfigError: `asked` is more than the model has positions.
         """
@@ -92,9 +95,9 @@ class ModelFacts:
         return asked or self.max_position_embeddings
 
     def sharded(self, size: int) -> ModelFacts:
-        """Return the facts of one of `size` tensor shards.
+        """Return the facts of one of `size` tensor shards, with its part of the heads.
 
-        `check_shards` must accept the size: heads are split evenly.
+        `check_shards` must accept the size, because heads are divided evenly.
         """
         return replace(self, num_heads=self.num_heads // size, num_kv_heads=self.num_kv_heads // size)
 
@@ -229,11 +232,13 @@ def _find_features(config: ConfigFile, family: Family) -> dict[str, Any]:
 
 
 def check_shards(directory: Path, size: int) -> None:
-    """Check from config.json alone that `size` ranks can share the layers of a model that `check_model` accepts.
+    """Raise if `size` ranks cannot share the layers of a model (tensor parallelism).
+
+    Only config.json is read. `check_model` must accept the model.
 
     Raises:
         UnsupportedModelError: shards of this family are not proven exact.
-        ConfigError: `size` does not divide a size that is split.
+        ConfigError: a number of heads or channels that is divided is not a multiple of `size`.
     """
     assert size > 0, f"{size} shards"
     if size == 1:
@@ -267,21 +272,21 @@ class ConfigFile:
     values: dict[str, object]
 
     def size(self, key: str) -> int:
-        """Return a count that must be present. Raise InputError."""
+        """Return the value of a key that must be an integer of at least 1. Raise InputError if it is not."""
         value = self.optional_size(key, None)
         if value is None:
-            raise InputError(f"{self.path}: {key} is missing")
+            raise InputError(f"{self.path}: {key} is missing; expected an integer of at least 1")
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """Return a count. null means None, and an absent key means the default. Raise InputError."""
+        """Return an integer of at least 1; None for null; the default for an absent key. Otherwise raise InputError."""
         value = self.values.get(key, default)
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{self.path}: {key} is {value!r:.100}; expected an integer of at least 1")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false. An absent key means the default. Raise InputError."""
+        """Return true or false; the default for an absent key. Raise InputError for any other value."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise InputError(f"{self.path}: {key} is {value!r:.100}; expected true or false")
@@ -300,7 +305,7 @@ def find_family(config: ConfigFile) -> Family:
     """Return the proven family that a config.json names.
 
     Raises:
-        UnsupportedModelError: there is none. The message names the nearest one.
+        UnsupportedModelError: the model is of no proven family. The message names the nearest one.
     """
     model_type = config.values.get("model_type")
     named = config.values.get("architectures")
@@ -380,11 +385,11 @@ def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
     if layer_types is None:
         return
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
-        raise InputError(f"{config.path}: layer_types must list {num_layers} layers, has {layer_types!r}")
+        raise InputError(f"{config.path}: layer_types must list {num_layers} types, one per layer: {layer_types!r}")
     for index, layer_type in enumerate(layer_types):
         if layer_type not in _LAYER_TYPES:
             raise config.refuse(
-                f"layer {index} is {layer_type!r}; only {' and '.join(_LAYER_TYPES)} keep their state in pages"
+                f"layer {index} is {layer_type!r}; only {' and '.join(_LAYER_TYPES)} are supported in layer_types"
             )
 
 
@@ -395,15 +400,15 @@ def _stored_dtype(directory: Path, tensors: Mapping[str, TensorEntry]) -> str:
         if entry.dtype in _DTYPE_NAMES:
             held[entry.dtype] = held.get(entry.dtype, 0) + entry.num_bytes
     if not held:
-        raise InputError(f"{directory}: the checkpoint holds no weights of type {', '.join(_DTYPE_NAMES)}")
+        raise InputError(f"{directory}: the checkpoint holds no weights of the types {', '.join(_DTYPE_NAMES)}")
     return _DTYPE_NAMES[max(held, key=lambda name: held[name])]
 
 
 def _fingerprint(directory: Path, checkpoint: Checkpoint) -> str:
     """Return a hash of config.json, every weight file's name, header and size, and some bytes of every tensor.
 
-    The bytes are from the middle of the tensor. Training changes all values of a tensor, so a few reveal it. A single
-    changed value is missed.
+    The bytes are from the middle of the tensor. Training changes all values of a tensor, so a few bytes show that. A
+    change of a single value elsewhere goes unnoticed.
     """
     digest = hashlib.sha256(safe_path(directory, "config.json").read_bytes())
     for name, header in sorted(checkpoint.headers.items()):

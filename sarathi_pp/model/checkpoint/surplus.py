@@ -1,8 +1,8 @@
-"""The stored tensors that no causal language model computes with. No torch.
+"""The stored tensors that no causal language model computes with. Imports no torch.
 
 Published checkpoints hold tables that a model makes itself (rotary tables, causal masks), heads left from training for
-another task, and counts. They change no logit, so they are not loaded. Any other tensor without a place in the model is
-an error, since it may make this another model.
+another task, and counters. They change no logit, so they are not loaded. Any other tensor that the model of config.json
+does not have is an error, because these weights may be those of another model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def surplus_kind(key: str, entry: TensorEntry) -> str | None:
 
 
 def needed_tensors(checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
-    """Return the tensors without those that change no logit."""
+    """Return the tensors that the model may compute with, by stored name."""
     return {key: entry for key, entry in checkpoint.tensors.items() if surplus_kind(key, entry) is None}
 
 

@@ -1,9 +1,9 @@
-"""A reader of the tensors of one stage, or a shard's parts of them. It reads no byte of the others.
+"""A reader of the tensors of one stage, or of a shard's parts of them. It reads no byte of the others.
 
 Each tensor is read into its own memory instead of being mapped. So the first microbatch causes no page faults, and a
-file that is rewritten during a run cannot crash it. The peak is the slice itself. The headers were checked when the
-checkpoint was opened, so a tensor is one seek and one read. A part of a tensor is one seek and read per piece. If
-columns are cut, each row is a piece.
+file that is rewritten during a run cannot crash it. Loading takes little more memory than the stage's tensors. The
+headers were checked when the checkpoint was opened, so a tensor is one seek and one read. A part of a tensor is one
+seek and read per piece, a run of bytes without a gap. If a matrix is cut by columns, each row is a piece.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ class ReadCount:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One of `size` equal parts of a dimension, or of each block if the dimension has several blocks.
+    """One of `size` equal parts of a tensor, cut along one dimension.
+
+    If the dimension consists of several blocks, as gate and up in one tensor, each block is cut:
 
         blocks 2, size 2, index 0:   gate gate . . up up . .
 
     Attributes:
-        dim: the dimension that is cut.
+        dim: index of the dimension that is cut.
         blocks: number of blocks of the dimension.
-        index: index of the part.
+        index: index of the part, from 0.
         size: number of parts.
     """
 
@@ -83,14 +85,14 @@ class Cut:
     size: int
 
     def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the part's shape."""
+        """Return the shape of the part, for a tensor of this shape."""
         assert shape[self.dim] % (self.blocks * self.size) == 0, f"{shape}, {self}"
         return (*shape[: self.dim], shape[self.dim] // self.size, *shape[self.dim + 1 :])
 
     def piece(self, shape: tuple[int, ...]) -> int:
-        """Return the number of values that the part has without a gap.
+        """Return the number of values in a piece of the part: those that are stored without a gap.
 
-        Pieces start `size` times that distance apart.
+        The next piece starts `size` times this number of values after the start of a piece.
         """
         return shape[self.dim] // (self.blocks * self.size) * math.prod(shape[self.dim + 1 :])
 
@@ -98,8 +100,9 @@ class Cut:
 class Arrived:
     """A tensor that was read, on its way to a device. transformers' loader calls only its `to`.
 
-    The loader places every tensor in host memory, unless accelerate gives it another device. Then the whole stage would
-    be in host memory before it moves. So each tensor moves on at once, and only a few are in host memory at a time.
+    The loader asks for every tensor in host memory, unless accelerate gives it another device. Then the whole stage
+    would be in host memory before it moves to the device. So `to` ignores the requested device and moves the tensor to
+    ours. Only a few tensors are in host memory at a time.
     """
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
@@ -118,8 +121,9 @@ class StoredTensor:
     stay as stored, because transformers keeps some (gpt_oss's norms) in float32 whatever type is requested.
 
     Args:
-        dtype: float type that the loader is going to want.
-        device: device that the tensor moves to, whatever the loader requests.
+        dtype: float type to which the loader will convert it.
+        cut: the part to read; None for the whole tensor.
+        device: device that the tensor moves to, whatever the loader requests; None for host memory.
     """
 
     def __init__(
@@ -143,11 +147,11 @@ class StoredTensor:
         return StoredTensor(self._entry, self._count, self._dtype, cut, self._device)
 
     def num_stored_bytes(self) -> int:
-        """Return the bytes that reading it takes from the file."""
+        """Return the number of bytes to read from the file."""
         return math.prod(self.shape) * _DTYPES[self._entry.dtype].itemsize
 
     def num_bytes(self) -> int:
-        """Return the bytes that it takes in memory, as the type that the loader wants."""
+        """Return the number of bytes that it takes in memory, in the type to which the loader converts it."""
         stored = _DTYPES[self._entry.dtype]
         return math.prod(self.shape) * (self._dtype if stored.is_floating_point else stored).itemsize
 
@@ -223,8 +227,8 @@ def stage_tensors(
     """Return the stored tensors of the layers [first, end), and of the embedding or the LM head at either end.
 
     A name that belongs to no layer and to no module of the first stage goes to the last stage. So does a layer past the
-    model's end. There the loader knows the tensors that transformers ignores, and reports unexpected ones. Without
-    layers, at the model's end, only the LM head is loaded.
+    model's end. The loader of the last stage drops those that transformers ignores, and reports the others. The empty
+    range at the model's end means the LM head alone.
     """
     first, end = layers
     in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")

@@ -3,8 +3,8 @@
     token ids or activations -> embedding -> cosines and sines of all positions -> the stage's layers -> norm -> LM head
 
 transformers' forward prepares unused masks and caches, copies its list of layers and calls every one of them, also
-those of other stages. Between two microbatches, the processor's caches are full of weights. These steps then are a good
-part of Python's time.
+those of other stages. Between two microbatches, the processor's caches are full of weights, so Python code is slow.
+These steps are a good part of its time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WITH_BARE_LM_HEADS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Q
 
 
 class _Output(NamedTuple):
-    """The output that a `...ForCausalLM` reads.
+    """The output of a base model, with the attributes that a `...ForCausalLM` of transformers reads.
 
     Attributes:
         last_hidden_state: (1, T, hidden_size).
@@ -44,13 +44,16 @@ class _Output(NamedTuple):
 
 
 class BareModel(nn.Module):
-    """A base model that runs the same operations on the same tensors. Its modules keep their names."""
+    """A replacement for transformers' base model: the same operations on tensors, and no other steps.
+
+    It takes the modules of the base model, under the same names.
+    """
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.embed_tokens, self.layers = base.embed_tokens, base.layers
         self.norm, self.rotary_emb = base.norm, base.rotary_emb
-        # A module that replaces one of these layers later is not called.
+        # These are the layers that are called. So replace layers before, not after.
         self._layers = tuple(layer for layer in base.layers if not isinstance(layer, MissingLayer))
         compiled = len(self._layers) == 1 and isinstance(self._layers[0], CompiledLayers)
         cached = compiled and RotaryCache.fits(base.rotary_emb)
@@ -65,13 +68,13 @@ class BareModel(nn.Module):
         inputs_embeds: Tensor | None = None,
         **call: Any,
     ) -> _Output:
-        """Return hidden states after the norm.
+        """Run the stage's modules, and return the hidden states after the norm.
 
         Args:
             position_ids: (1, T) int64.
             paged: None only if the stage has no layers.
-            input_ids: (1, T) int64, if the stage embeds.
-            inputs_embeds: (1, T, hidden_size), if it does not.
+            input_ids: (1, T) int64 token ids if the stage embeds; otherwise None.
+            inputs_embeds: (1, T, hidden_size) activations if the stage does not embed; otherwise None.
         """
         if input_ids is not None:
             hidden = self.embed_tokens.weight.index_select(0, input_ids[0])[None]
@@ -102,7 +105,7 @@ class BareModel(nn.Module):
 
 
 def _is(module: nn.Module, known: type[nn.Module]) -> bool:
-    """Return whether the forward is the known one, and all globals that it names are the same objects."""
+    """Return whether a module's forward has the code of a known class, and its global names mean the same objects."""
     if not runs(module, known):
         return False
     ours, theirs = inspect.unwrap(type(module).forward), inspect.unwrap(known.forward)
@@ -111,9 +114,12 @@ def _is(module: nn.Module, known: type[nn.Module]) -> bool:
 
 
 def use_bare_model(module: nn.Module, name: str) -> bool:
-    """Replace the base model, the submodule of that name, if its forward is a known one. Return whether this was done.
+    """Replace a model's base model by a BareModel, if its forward is a known one. Return whether this was done.
 
     Call it after missing layers and all other rewrites are in place.
+
+    Args:
+        name: path of the base model in `module`.
     """
     base: Any = module.get_submodule(name)
     if not any(_is(base, known) for known in _KNOWN) or type(base.embed_tokens) not in (nn.Embedding, MissingLayer):
@@ -124,5 +130,9 @@ def use_bare_model(module: nn.Module, name: str) -> bool:
 
 
 def bare_lm_head(module: nn.Module, name: str) -> nn.Module | None:
-    """Return the LM head, the submodule of that name, if the model adds nothing to its output; otherwise None."""
+    """Return a model's LM head, if its output is what the model returns; otherwise None.
+
+    Args:
+        name: path of the LM head in `module`.
+    """
     return module.get_submodule(name) if any(_is(module, known) for known in _WITH_BARE_LM_HEADS) else None

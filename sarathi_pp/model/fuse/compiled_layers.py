@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def compile_layers(layers: nn.ModuleList) -> bool:
-    """Replace a stage's layers by one module, if all are Llama's with equal properties. Return whether this was done.
+    """Replace a stage's layers by one module, if the compiled call supports them. Return whether this was done.
 
-    CompiledLayers replaces the first layer, and a MissingLayer replaces each of the others.
+    All layers must be like Llama's, with equal sizes and settings. CompiledLayers replaces the first layer, and a
+    MissingLayer replaces each of the others.
     """
     held = [index for index, layer in enumerate(layers) if isinstance(layer, Block)]
     blocks = [layers[index] for index in held]
@@ -36,13 +37,13 @@ def compile_layers(layers: nn.ModuleList) -> bool:
 
 
 def _likeness(block: Any) -> tuple[object, ...] | None:
-    """Return the properties that must be equal in all layers, or None if the compiled call lacks a part of this one."""
+    """Return the sizes and settings that must be equal in all layers; None if the compiled call cannot run this one."""
     attention, mlp, norms = block.self_attn, block.mlp, (block.input_layernorm, block.post_attention_layernorm)
     known = type(attention) is RotaryAttention and type(mlp) is GatedMLP and all(type(n) is RowNorm for n in norms)
     if not known:
         return None
     linears = attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj
-    if any(type(linear) is not PackedLinear for linear in linears):  # those of a tensor shard give only a summand
+    if any(type(linear) is not PackedLinear for linear in linears):  # in a tensor shard, some are Summed
         return None
     epsilons = {norm.epsilon for norm in norms}
     if len(epsilons) != 1:
@@ -54,15 +55,16 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
 
 
 class CompiledLayers(nn.Module):
-    """Blocks that run one after the other, or in one compiled call with the same bits.
+    """The layers (blocks) of a stage, which run one after the other, or in one compiled call with the same bits.
 
-    It is one call if a single thread computes and attention is numba's. One thread at a time may run it.
+    It is one call if torch computes with a single thread and attention is numba's. Only one thread at a time may call
+    this module.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        # Call for the attention backend and the KV shard of the last forward; None if one call cannot run these.
+        # The compiled call for the attention backend and KV shard of the last forward; None if it cannot run with them.
         self._call: DecoderLayersCall | None = None
         self._made_for: tuple[object, object] = (None, None)
 

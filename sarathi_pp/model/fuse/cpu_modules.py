@@ -1,7 +1,7 @@
 """Modules that replace a model's own (rewrite.py): the same values with fewer passes over memory.
 
-Every rounding to bfloat16 is at the same point as in the model. All modules take bfloat16 on CPU. The last product
-keeps its name, because tensor_parallel.py finds the summands of shards by that name.
+Every rounding to bfloat16 is at the same point as in the model. All modules take bfloat16 on CPU. The linear layers
+o_proj and down_proj keep their names, because tensor_parallel.py finds by name the modules whose outputs it sums.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GatedMLP(nn.Module):
 class RowNorm(nn.Module):
     """An RMSNorm: weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width).
 
-    The quotient is rounded, then the product.
+    The quotient is rounded to the dtype, and then its product with the weight.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -71,7 +71,7 @@ class RowNorm(nn.Module):
         self._rms_norm(x.data_ptr(), weight, out.data_ptr(), rows.start, rows.stop, width, self.epsilon, scratch)
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """Return the norm of x + added. `added` becomes that sum."""
+        """Return the norm of the sum x + added. `added` is overwritten with the sum."""
         assert x.dtype == added.dtype == torch.bfloat16 and x.shape == added.shape, (
             f"{x.dtype} {x.shape}, {added.shape}"
         )
@@ -100,7 +100,9 @@ class RowNorm(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Attention with rotary embedding: one product for query, key and value, and one pass that rotates and writes.
+    """Attention with rotary embedding: one product for query, key and value, and one pass over its output.
+
+    The pass rotates queries and keys, and writes keys and values to their pages.
 
     Args:
         with_norms: first apply attention.q_norm and k_norm, RMSNorms of head_dim, to the heads of queries and keys.
@@ -131,7 +133,7 @@ class RotaryAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        """Return the attention output (1, T, hidden_size), and None for the weights.
+        """Return the attention output (1, T, hidden_size), and None instead of attention weights.
 
         Args:
             hidden_states: (1, T, hidden_size).

@@ -1,9 +1,10 @@
 """Modules that replace a model's own on CUDA (rewrite.py): the same operations in fewer launches.
 
-Products stay torch's own, and those with the same input are merged. The library may sum a wider product in another
-order. Triton's kernels (sarathi_pp_kernels) compute the steps between products. Every rounding is at the same point as
-in the model. Only the order of sums and the last bit of exp and rsqrt differ. The dtype is bfloat16, float16 or
-float32. The last product keeps its name, because tensor_parallel.py finds the summands of shards by that name.
+Products stay torch's own, and those with the same input are merged. torch may sum a wider product in another order. Our
+Triton kernels (sarathi_pp_kernels) compute the steps between products. Every rounding is at the same point as in the
+model. Only the order of sums and the last bit of exp and rsqrt differ. The dtype is bfloat16, float16 or float32. The
+linear layers o_proj and down_proj keep their names, because tensor_parallel.py finds by name the modules whose outputs
+it sums.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class GatedMLP(nn.Module):
 class RowNorm(nn.Module):
     """An RMSNorm: weight * x / sqrt(mean(x * x) + eps) for x (..., width).
 
-    The quotient is rounded, then the product.
+    The quotient is rounded to the dtype, and then its product with the weight.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -77,12 +78,14 @@ class RowNorm(nn.Module):
         return self._norm(x, self.weight, self.epsilon)
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """Return the norm of x + added. `added` becomes that sum."""
+        """Return the norm of the sum x + added. `added` is overwritten with the sum."""
         return self._add_norm(x, added, self.weight, self.epsilon)
 
 
 class RotaryAttention(nn.Module):
-    """Attention with rotary embedding: one product for query, key and value, and one launch that rotates and writes.
+    """Attention with rotary embedding: one product for query, key and value, and one launch for its output.
+
+    The launch rotates queries and keys, and writes keys and values to their pages.
 
     Args:
         with_norms: first apply attention.q_norm and k_norm, RMSNorms of head_dim, to the heads of queries and keys.
@@ -110,7 +113,7 @@ class RotaryAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        """Return the attention output (1, T, hidden_size), and None for the weights.
+        """Return the attention output (1, T, hidden_size), and None instead of attention weights.
 
         Args:
             hidden_states: (1, T, hidden_size).

@@ -24,10 +24,10 @@ from torch.nn import functional
 _BLOCK_ROWS = 256
 _ROW_STEP = 16
 
-# The kinds of tiles are compared at these numbers of rows, _TIMES times each, on layers of _TIMED_BYTES in total. One
-# layer of each shape is chosen if it fits, before a second one of any shape, small ones first. Then weights come from
-# memory and not from a cache. Large models, and those with a large LM head, take no longer than others. With more than
-# _READING_ROWS rows, computing takes longer than reading, so fewer bytes are enough.
+# gemm.py multiplies rows in high or in wide tiles. The two are timed at these numbers of rows, _TIMES times each, on
+# layers of _TIMED_BYTES in total. That is enough that weights come from memory and not from a cache, and large
+# models take no longer than others. One layer of each shape is chosen if it fits, before a second one of any shape,
+# small ones first. With more than _READING_ROWS rows, computing takes longer than reading, so fewer bytes are enough.
 _TIMED_ROWS = (4, 8, 16, 28, 56, 112)
 _TIMES = 3
 _TIMED_BYTES = 64 * 2**20
@@ -44,18 +44,20 @@ def packed_class(linear: nn.Linear) -> type[PackedLinear] | type[OneDnnLinear] |
 
 
 def fits_gemm(linear: nn.Linear) -> bool:
-    """Return whether our own product takes this layer on this machine."""
+    """Return whether our own matrix product (gemm.py) can compute this layer on this machine."""
     bf16 = linear.weight.dtype == torch.bfloat16 and linear.weight.device.type == "cpu"
     return bf16 and linear.in_features % 2 == 0 and linear.out_features % 16 == 0 and has_gemm()
 
 
 def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) -> None:
-    """Build the kernels for microbatches of up to most_rows rows and choose tiles.
+    """Prepare the linear layers for microbatches of up to most_rows rows.
 
-    Otherwise this would stop a stage later.
+    oneDNN builds its kernels, and the faster tiles are chosen for our own product. Otherwise the first microbatches
+    would wait for this.
 
     Args:
-        now: returns seconds, to find out which tiles are faster.
+        module: a model whose linear layers may be OneDnnLinear or PackedLinear.
+        now: returns the seconds of a clock, to time the tiles.
     """
     shapes = {
         (child.in_features, child.out_features, child.bias is None): child
@@ -73,7 +75,7 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
 
 
 def _timed(linears: Sequence[PackedLinear], rows: int) -> list[PackedLinear]:
-    """Return the layers to time with this number of rows."""
+    """Return the layers on which tiles are timed with this number of rows. See _TIMED_BYTES."""
     left = _TIMED_BYTES * min(1.0, _READING_ROWS / rows)
     of_shape: Counter[tuple[int, int]] = Counter()
     turns = []
@@ -90,12 +92,12 @@ def _timed(linears: Sequence[PackedLinear], rows: int) -> list[PackedLinear]:
 
 
 def _most_high_rows(linears: Sequence[PackedLinear], now: Callable[[], float]) -> int:
-    """Return the number of rows up to which high tiles are the faster ones on this machine.
+    """Return the number of rows up to which high tiles are faster than wide ones on this machine; 0 if they never are.
 
-    It is the bound that costs least over all the numbers of rows that are tried. Each of them counts equally, so one
-    disturbed measurement does not decide.
+    Both kinds are timed at several numbers of rows. The bound with the least loss over all of them is taken. Each
+    number counts equally, so one disturbed measurement does not decide.
     """
-    losses: list[tuple[float, float]] = []  # of high tiles and of wide ones, relative to the time of the faster kind
+    losses: list[tuple[float, float]] = []  # times of high and of wide tiles, divided by the shorter one
     for rows in _TIMED_ROWS:
         timed = _timed(linears, rows)
         x = [torch.zeros(rows, linear.in_features, dtype=torch.bfloat16) for linear in timed]
@@ -113,13 +115,15 @@ def _most_high_rows(linears: Sequence[PackedLinear], now: Callable[[], float]) -
 
 
 class PackedLinear(nn.Module):
-    """A linear layer by our own product: x @ weight.T + bias for bfloat16 x (..., in_features).
+    """A linear layer by our own product (gemm.py): x @ weight.T + bias for bfloat16 x (..., in_features).
 
-    It sums in float32 and rounds once. The outputs of several linear layers with the same input are next to each other.
-    A row's result depends on nothing but the row. The outputs are split over the threads that torch computes with.
+    It sums in float32 and rounds once. Several linear layers with the same input become one layer, with their outputs
+    next to each other. A row's result depends on nothing but the row. The outputs are divided among torch's number of
+    threads.
 
     Attributes:
-        most_high_rows: see gemm.py.
+        most_high_rows: with up to this many rows, use gemm.py's high tiles; with more, its wide tiles. `warm_linears`
+            measures the best number for this machine.
     """
 
     most_high_rows = 28
@@ -178,9 +182,9 @@ class PackedLinear(nn.Module):
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return an (N, K) bfloat16 weight as (N / 16, K / 2, 16) int32 for gemm.py, a strided view.
+    """Return an (N, K) bfloat16 weight in the order that gemm.py reads: (N / 16, K / 2, 16) int32, a strided view.
 
-    N % 16 is 0, K is even.
+    N must be a multiple of 16, and K must be even.
     """
     outputs, inputs = weight.shape
     words = weight.contiguous().view(torch.int32).view(outputs // 16, 16, inputs // 2)
@@ -188,14 +192,14 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 class OneDnnLinear(nn.Module):
-    """A linear layer by oneDNN: x @ weight.T + bias for bfloat16 x (..., in_features), bit for bit as nn.Linear."""
+    """A linear layer by oneDNN: x @ weight.T + bias for bfloat16 x (..., in_features), with the bits of nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        # It is no buffer, because the opaque layout can be neither moved nor saved.
+        # The packed weight is no buffer, because oneDNN's layout can be neither moved nor saved.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _BLOCK_ROWS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -220,9 +224,9 @@ class OneDnnLinear(nn.Module):
 
 @functools.cache
 def has_gemm() -> bool:
-    """Return whether our own product runs here. It needs the processor's instructions, and numba.
+    """Return whether our own matrix product runs here. It needs a processor with AVX512-BF16, and numba.
 
-    numba is an optional package and a slow import.
+    numba is an optional package and slow to import, so it is not imported at the top.
     """
     try:
         from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16

@@ -1,10 +1,10 @@
-"""Rewrites of a loaded stage that make it faster. They are applied from outside: no model knows about them.
+"""Replacement of modules of a loaded stage by faster ones. The code of the models is not changed.
 
-If our own products run (packed_linear.py), modules in bfloat16 on CPU become those of cpu_modules.py: gated MLPs,
-RMSNorms, attention with rotary embedding, and the layers made of them. Then every other linear layer is packed. On
-CUDA, if Triton's kernels run, the same modules in any float dtype become those of cuda_modules.py. A module is
-recognised by its code. If its `forward` is Llama's own, instruction by instruction, it computes the same as Llama's,
-whatever its name is.
+On CPU, if our own matrix product runs (packed_linear.py), bfloat16 modules become those of cpu_modules.py. These are
+gated MLPs, RMSNorms, attention with rotary embedding, and the layers made of them. Then every other linear layer is
+packed. On CUDA, if our Triton kernels run, the same modules in any float dtype become those of cuda_modules.py. A
+module is recognised by its code. If its `forward` is Llama's own, instruction by instruction, it computes the same as
+Llama's, whatever its name is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ Place = tuple[nn.Module, str, Rewrite]
 
 @dataclass(frozen=True, slots=True)
 class _Kit:
-    """The new modules for one kind of device, and checks for the modules that they can replace."""
+    """The new modules for one kind of device, and checks for the modules that they can replace.
+
+    Attributes:
+        gated_mlp: makes the new module from the old one, as row_norm and attention do.
+        takes_products: returns whether the new modules can compute these linear layers.
+        takes_norm: returns whether the new RMSNorm can use this weight.
+    """
 
     gated_mlp: Rewrite
     row_norm: type[nn.Module]
@@ -46,14 +52,14 @@ class _Kit:
 
 
 def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
-    """Replace all modules that can be replaced, and return how many there were. Attention then needs a PagedCall.
+    """Replace all modules that can be replaced, and return how many there were.
 
-    Only one weight at a time is in memory twice. Gate and up count as one weight, and so do query, key and value.
-    Weights that another module shares (tied embeddings) stay as they are, since packing would copy them. No module that
-    is fused shares any.
+    The model then needs the keyword argument `paged`, a PagedCall. Only one weight at a time is in memory twice. Gate
+    and up count as one weight, and so do query, key and value. Weights that two modules share (tied embeddings) stay as
+    they are, since packing would copy them. No module that is fused shares any.
 
     Args:
-        by_kernels: fused modules use Triton's kernels. None: if these run on the device of the weights.
+        by_kernels: whether the new modules use our Triton kernels. None: if these run on the device of the weights.
     """
     if by_kernels is None:
         by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
@@ -70,9 +76,12 @@ def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
 
 
 def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -> Iterator[Place]:
-    """Yield the places that can be rewritten, and none inside of them.
+    """Yield the places of modules that can be replaced, but not of modules inside them.
 
-    No module to be rewritten is yielded: a reference to it would keep its weights alive.
+    A place is a parent and a name, not the module itself. A reference to the module would keep its weights in memory.
+
+    Args:
+        rewrite: returns the function that makes the new module, or None if a module stays.
     """
     parents = [module]
     seen = set(parents)
@@ -88,13 +97,13 @@ def _places(module: nn.Module, rewrite: Callable[[nn.Module], Rewrite | None]) -
 
 
 def _part(kit: _Kit, child: Any) -> Rewrite | None:
-    """Return how to rewrite a part of a layer, or None if it stays."""
+    """Return the function that makes the new module for a part of a layer, or None if the part stays."""
     if runs(child, llama.LlamaMLP) and type(child.act_fn) in (nn.SiLU, SiLUActivation):
         fits = kit.takes_products(child.gate_proj, child.up_proj) and kit.takes_products(child.down_proj)
         return kit.gated_mlp if fits else None
     if _is_row_norm(kit, child):
         return kit.row_norm
-    # All but Llama's also pass a window to the attention function, which knows the window from the stage.
+    # All but Llama's also pass a sliding window to attention. Ours ignores it, since AttentionSpec has the window.
     if any(runs(child, known) for known in (llama.LlamaAttention, MistralAttention, Qwen2Attention)):
         return kit.attention if _fits_one_pass(kit, child) else None
     if runs(child, Qwen3Attention):
@@ -130,7 +139,7 @@ def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
 
 
 def _fits_one_pass(kit: _Kit, attention: Any) -> bool:
-    """Return whether the kit takes an attention's products and heads, and its rotary embedding is Llama's."""
+    """Return whether the kit's module can replace this attention. Its rotary embedding must be Llama's."""
     inputs, out = (attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
     if not kit.takes_products(*inputs) or not kit.takes_products(out) or attention.head_dim % kit.head_step:
         return False

@@ -11,13 +11,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from sarathi_pp.model.fuse.rewrite import runs
 
-# Both are the same in new releases of transformers. Qwen2's was written differently before.
+# New releases of transformers have the same code in both. In older ones, Qwen2's is different.
 _KNOWN = (LlamaRotaryEmbedding, Qwen2RotaryEmbedding)
-# Kinds in which an angle depends on its position alone, and not on the longest sequence.
+# Rope types in which an angle depends on its position alone, and not on the longest sequence.
 _OF_POSITION_ALONE = ("default", "linear", "llama3", "yarn")
-# Floats that torch computes at once. It computes the remaining ones one by one, which gives other last bits.
+# Number of floats that torch computes at once. It computes a remainder one by one, which gives other last bits.
 _AT_ONCE = 32
-# Positions per step, few enough for one thread. With several threads, each would have remaining floats.
+# Positions per step, few enough for one thread. With several threads, each would have a remainder.
 _STEP = 128
 _LEAST_STEPS = 32
 
@@ -35,7 +35,7 @@ class RotaryCache:
 
     @staticmethod
     def fits(rotary: Any) -> bool:
-        """Return whether a cached row has the bits that the module gives for its position among any others."""
+        """Return whether the module gives a position the same bits whatever other positions are computed with it."""
         known = any(runs(rotary, kind) for kind in _KNOWN) and rotary.rope_type in _OF_POSITION_ALONE
         return known and 2 * rotary.inv_freq.numel() % _AT_ONCE == 0
 
@@ -43,7 +43,8 @@ class RotaryCache:
         """Return cosines and sines, (1, T, head_dim) each, in the dtype of `like`.
 
         Args:
-            positions: (T,) int64 on CPU, all below `end`.
+            positions: (T,) int64 on CPU.
+            end: a number above all positions.
         """
         if self._table.shape[1] < end:
             self._grow(end, like)
@@ -51,7 +52,7 @@ class RotaryCache:
         return rows[:1], rows[1:]
 
     def _grow(self, end: int, like: Tensor) -> None:
-        """Double the number of positions, or more if `end` is larger."""
+        """Double the number of cached positions, or reach `end` if that is more."""
         begin = self._table.shape[1]
         steps = range(begin, max(end, 2 * begin, _LEAST_STEPS * _STEP), _STEP)
         made = [torch.cat(self._rotary(like, position_ids=torch.arange(at, at + _STEP)[None])) for at in steps]

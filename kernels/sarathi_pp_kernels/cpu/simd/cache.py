@@ -3,8 +3,9 @@
     identity + signature + processor -> digest -> attend-<digest>.kernel: magic | digest | sha256 of the code | code
 
 numba's own cache keeps all kernels of one name in an index and numbered files. If two writers collide, or a writer
-stops between its two writes, it gives one kernel the code of another. Here the name of a file contains all that decides
-its code. A file is written under another name and then renamed. Any problem with a file only costs a compilation.
+stops between its two writes, it gives one kernel the code of another. Here the name of a file contains a digest of all
+that decides its code. A file is written under another name and then renamed. If a file cannot be used, the kernel is
+compiled again.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ _log = logging.getLogger(__name__)
 
 _MAGIC = b"sarathi-pp kernel 1\n"
 _LOOK_EVERY_S = 0.05
-# Five minutes. The longest compilation takes some ten seconds. A process that has waited longer compiles too.
+# Looks at the lock of another process, five minutes in all. The longest compilation takes some ten seconds. A process
+# that has waited longer compiles too.
 _MOST_LOOKS = 6000
 
 
 class KernelCache(_Cache):  # type: ignore[misc]
-    """A cache of machine code.
+    """The cache of one kernel's machine code, in files.
 
-    A numba dispatcher reads it before it compiles, and writes the code that it has compiled.
-
-    On a host, only one process compiles a kernel at a time, if files can be locked. The others wait for its code.
+    numba reads it before it compiles the kernel, and writes the code that it has compiled. On a host, only one process
+    compiles a kernel at a time, if files can be locked. The others wait for its code.
     """
 
     def __init__(self, function: Any, identity: bytes) -> None:
         """Choose the folder in which numba would keep the function's code.
 
         Args:
-            identity: all that decides the code, except its signature and the processor.
+            identity: a digest of all that decides the code, except its signature and the processor.
 
         Raises:
-            RuntimeError: there is no such folder.
+            RuntimeError: numba finds no folder to which it can write.
         """
         self._serializer = CompileResultCacheImpl(function)
         self._folder = Path(self._serializer.locator.get_cache_path())
@@ -80,7 +81,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Write the compiled kernel for a signature, if that is possible."""
+        """Write the compiled kernel for a signature to its file. If that fails, only warn."""
         try:
             with self._optional("written"):
                 if self._serializer.check_cachable(data):
@@ -103,7 +104,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        if self._lock is not None:  # no other process writes this kernel: a killed writer left these
+        if self._lock is not None:  # no other process writes this kernel, so a killed one has left these
             for left in path.parent.glob(f"{path.stem}.*.partial"):
                 left.unlink(missing_ok=True)
 
@@ -120,10 +121,10 @@ class KernelCache(_Cache):  # type: ignore[misc]
         return None
 
     def _wait_for_lock(self, path: Path) -> bool:
-        """Wait until no other process compiles this kernel, and lock it.
+        """Wait until no other process compiles this kernel, and lock it, so that only this process compiles.
 
         Returns:
-            False if it cannot be locked, or another process takes too long.
+            True if it is locked. False if files cannot be locked here, or another process takes too long.
         """
         self._release()
         lock = path.with_suffix(".lock")
@@ -146,7 +147,7 @@ class KernelCache(_Cache):  # type: ignore[misc]
         return False
 
     def _release(self) -> None:
-        """Unlock, also after a compilation that raised."""
+        """Unlock the kernel if this process has locked it, also after a compilation that has failed."""
         if self._lock is None:
             return
         (lock, descriptor), self._lock = self._lock, None
@@ -156,7 +157,11 @@ class KernelCache(_Cache):  # type: ignore[misc]
 
     @contextmanager
     def _optional(self, done: str) -> Iterator[None]:
-        """Treat any error inside as a kernel that has to be compiled, and report it once."""
+        """Suppress any error inside, after which the kernel is compiled again, and warn at the first one.
+
+        Args:
+            done: the attempt, for the warning: "read" or "written".
+        """
         try:
             yield
         except Exception as error:

@@ -1,7 +1,7 @@
 """Calls of a kernel's machine code from another kernel, by address.
 
 A kernel that is called by name is optimised once more together with its caller. It may then sum in another order. A
-kernel that is called by its address stays the same: every bit is that of the kernel called alone.
+kernel that is called by its address stays as it is, so it gives the same bits as when Python calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from numba.extending import intrinsic
 
 
 def address_of(kernel: Any, signature: Any) -> int:
-    """Return the address of a compiled kernel's code for arguments of these types. It lives as long as the kernel."""
+    """Compile a kernel for arguments of these types, and return the address of its machine code.
+
+    The address is valid as long as the kernel exists.
+    """
     kernel.compile(tuple(signature.args))
     found = kernel.overloads[tuple(signature.args)]
     address = int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
@@ -24,7 +27,11 @@ def address_of(kernel: Any, signature: Any) -> int:
 
 
 def caller(signature: Any) -> Any:
-    """Return call(address, arguments) for code of that signature, which returns nothing. `arguments` is a tuple."""
+    """Return a function call(address, arguments) for kernels, which calls the machine code at an address.
+
+    Args:
+        signature: types of the code's arguments, which `arguments` holds as a tuple. The code must return nothing.
+    """
 
     def call(typing: Any, address: Any, arguments: Any) -> Any:
         if len(arguments) != len(signature.args):

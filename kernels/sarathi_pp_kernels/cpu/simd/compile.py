@@ -17,8 +17,8 @@ from numba.core.registry import cpu_target
 
 from sarathi_pp_kernels.cpu.simd.cache import KernelCache
 
-# Sums may be reordered, so that loops use SIMD. It is not "fast", which could remove a NaN: a broken sequence must be
-# seen.
+# Sums may be reordered, so that loops use SIMD. "fast" would allow more, such as to drop a NaN. But a NaN must stay, so
+# that a broken sequence is noticed.
 _SETTINGS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 _FOLDER = Path(__file__).parent
 _PACKAGE = __name__.partition(".")[0]
@@ -40,10 +40,13 @@ def has_avx512_bf16(features: str | None = None) -> bool:
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:
-    """Return `numba.njit` that lets other threads run and keeps its machine code, if there is a folder to keep it in.
+    """Return a decorator as `numba.njit` does. Its kernels let other threads run, and keep their machine code in files.
 
-    The function's name gets a digest of all that decides its code. So two kernels never share a file or, in one
-    process, a symbol.
+    If no folder for the files can be written, a kernel is compiled at each start. The function's name gets a digest of
+    all that decides its code. So two kernels never share a file or, in one process, a symbol.
+
+    Args:
+        options: options of `numba.njit`, in addition to _SETTINGS.
     """
     settings = {**_SETTINGS, **options}
 
@@ -63,16 +66,16 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 
 
 def inlined(function: Any) -> Any:
-    """Return a function, compiled as a part of kernels."""
+    """Return a function that kernels can call. Its code becomes a part of theirs."""
     return numba.njit(**_SETTINGS, inline="always")(function)
 
 
 def identity_of(function: Any, settings: dict[str, Any]) -> bytes | None:
     """Return a digest of all that decides a kernel's machine code, except its signature and the processor.
 
-    It covers the source of simd/, of the function's module, and of each module of this package of which it has names.
-    It covers the constants of that module and the values that the function closes over, and versions and settings of
-    the compiler. It is None if the text of such a value does not distinguish it from another one.
+    It covers the source of simd/, of the function's module, and of each module of this package from which that module
+    has names. It covers the constants of that module and the values that the function closes over, and versions and
+    settings of the compiler. It is None if two different values that the function closes over could have the same text.
     """
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     closed_over = dict(zip(function.__code__.co_freevars, cells, strict=True))
@@ -101,7 +104,7 @@ def _module_of(value: object) -> str:
 
 
 def _of_module(value: object) -> str | None:
-    """Return the full name of a function that its module's source decides; None for one that was made in a function."""
+    """Return the full name of a function that is defined in a module; None if it was defined inside a function."""
     name = getattr(value, "__qualname__", None)
     return f"{_module_of(value)}.{name}" if isinstance(name, str) and "<locals>" not in name else None
 

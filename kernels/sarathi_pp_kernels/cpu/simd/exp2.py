@@ -9,7 +9,7 @@ from llvmlite import ir
 
 from sarathi_pp_kernels.cpu.simd.registers import FLOATS, I16, I32, LANES, call, fma
 
-# Polynomials for 2^x with |x| <= 1/2, lowest power first. They are within 4e-6 and 2e-9 of its value.
+# Coefficients of polynomials for 2^x with |x| <= 1/2, lowest power first. Relative errors are below 4e-6 and 2e-9.
 ROUGH = (1.0, 0.6931210452034274, 0.24022349038021354, 0.05592197584225338, 0.009666368515338686)
 FINE = (
     1.0000000005920207,
@@ -32,7 +32,7 @@ def nearest_whole(builder: Any, exponent: Any) -> Any:
 
 
 def power(builder: Any, whole: Any, rest: Any, fit: Sequence[float]) -> Any:
-    """Return 2^(whole + rest) for |rest| of at most 1/2. NaN stays NaN."""
+    """Return 2^(whole + rest) for |rest| of at most 1/2. NaN stays NaN. `fit` is ROUGH or FINE."""
     found = constant(fit[-1])
     for coefficient in reversed(fit[:-1]):
         found = fma(builder, found, rest, constant(coefficient))

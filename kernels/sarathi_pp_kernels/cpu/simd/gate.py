@@ -20,7 +20,7 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 
 # The base 2 logarithm of e, in two parts whose sum is exact to 1e-15.
 _LOG2_E, _LOG2_E_REST = 1.4426950216293335, 1.925963033500693e-08
-# Limits beyond which 1 + exp(x) is 1, and infinite.
+# Below the first, 1 + exp(x) is 1 in float32. Above the second, it is infinite.
 _LOWEST, _HIGHEST = -100.0, 90.0
 
 

@@ -47,9 +47,10 @@ def _storer(element: Any, taken: Any, convert: Any = None) -> Any:
 
 
 def _nearest_bf16(builder: Any, value: Any) -> Any:
-    """Return the bits of the nearest bfloat16, on any processor.
+    """Return the bits of the nearest bfloat16, with instructions that any processor has.
 
-    For a processor that cannot round, LLVM would call a function that does not exist.
+    LLVM's own rounding would not do. For a processor without such an instruction, it calls a function that does not
+    exist.
     """
     word = builder.bitcast(value, I32)
     sixteen, odd = ir.Constant(I32, 16), ir.Constant(I32, 1)
@@ -60,7 +61,7 @@ def _nearest_bf16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), nan, near), I16)
 
 
-# (address, index) -> value, and (address, index, value). index counts elements.
+# Loads take (address, index) and return a value. Stores take (address, index, value). index counts elements.
 load_word, store_word = _loader(I32, types.uint32), _storer(I32, types.uint32)
 load_half = _loader(I16, types.uint16)
 load_float, store_float = _loader(F32, types.float32), _storer(F32, types.float32)
@@ -78,7 +79,7 @@ store_fp16 = _storer(ir.HalfType(), types.float32, lambda b, value: b.fptrunc(va
 
 @intrinsic
 def prefetch(typing, address):  # type: ignore[no-untyped-def]
-    """Prefetch the cache line at an address to the second-level cache, to be read soon."""
+    """Prefetch the cache line at an address, which is read soon, to the second-level cache."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         prefetch_at(builder, element_at(builder, arguments[0], I8, index(0)), cache=2)
@@ -89,7 +90,7 @@ def prefetch(typing, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def round_lines(typing, source, to, num_lines):  # type: ignore[no-untyped-def]
-    """Round 16 * num_lines float32 to bfloat16, at least one line. NaN stays NaN."""
+    """Round 16 * num_lines float32 at `source` to bfloat16 at `to`. num_lines is at least 1. NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source_, to_, num_lines_ = arguments

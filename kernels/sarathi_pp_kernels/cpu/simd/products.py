@@ -38,19 +38,20 @@ def dot_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane].
 
-    The tile takes rows * panels + panels registers, out of 32. Pair k of row r is r * row_words + k * pair_words words
-    after x.
+    The tile takes rows * panels + panels registers, out of 32. simd/__init__.py explains panels, pairs and literals.
 
     Args:
-        rows: rows of the tile, a literal.
-        panels: panels of the tile, a literal.
-        asks: a literal: the level (1, 2) of the cache to which lines are prefetched; 0 for none. With pair k, the line
-            at ahead_step * k bytes and p panels after `ahead` is prefetched.
+        rows: number of rows of the tile, a literal.
+        panels: number of panels of the tile, a literal.
+        asks: a literal: the level (1, 2) of the cache to which lines are prefetched; 0 for none.
         bf16: a literal: 1 for bfloat16 outputs, 0 for float32.
-        weight: panel p is p * panel_words words after it.
-        num_pairs: at least 1.
+        weight: address of the panels. Panel p is p * panel_words words after it.
+        x: address of the rows. Pair k of row r is r * row_words + k * pair_words words after it.
+        num_pairs: number of pairs per row, at least 1.
         begin: float32, one for each output.
-        out: row r is r * out_row outputs after it.
+        out: address of the outputs. Row r is r * out_row outputs after it.
+        ahead: address of the lines to prefetch. With pair k of panel p, the line is prefetched that is
+            ahead_step * k bytes and p panels after it.
     """
     num_rows, num_panels, cache, rounded = (one.literal_value for one in (rows, panels, asks, bf16))
 
@@ -109,9 +110,9 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
 
 def _across(builder: Any, registers: list[Any]) -> Any:
-    """Return the sums over the lanes of sixteen registers, that of register r in lane r.
+    """Return one register. Its lane r is the sum over the lanes of register r, of sixteen registers.
 
-    Each step halves the registers.
+    Each step adds up two halves of the registers, so that half of them are left.
     """
     width = LANES // 2
     while width:
@@ -137,8 +138,8 @@ def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-
     """Compute out[t] = query . keys[t] for sixteen tokens of 32 * lines bfloat16 each.
 
     Args:
-        lines: a literal.
-        asks: a literal: 1 to prefetch, with each line of keys, a line from `ahead` on that is read once.
+        lines: number of lines of a token, a literal.
+        asks: a literal: 1 to prefetch as many lines from the address `ahead` on, which are read once later; 0 for none.
     """
     num_lines, asked = lines.literal_value, asks.literal_value
 
@@ -169,14 +170,14 @@ def add_weighted(  # type: ignore[no-untyped-def]
     """Add weights[h][t] * values[t] to sums[h], over the tokens of num_pairs pairs and for several heads at once.
 
     Args:
-        heads: a literal.
-        lines: a literal: lines of 32 channels each.
-        odd: a literal: 1 if the second token of a pair is missing.
+        heads: number of heads, a literal.
+        lines: number of lines of a token, of 32 channels each, a literal.
+        odd: a literal: 1 if the second token of each pair is missing; otherwise 0.
         values: (tokens, 32 * lines) bfloat16.
-        weights: bfloat16. Those of the next head are weights_step after those of a head.
+        weights: bfloat16, weights of each head. Those of the next head are weights_step elements after them.
         sums: (heads, 32 * lines) float32.
         num_pairs: at least 1.
-        ahead: address of the values that are read next. Their lines are prefetched with each pair, to be read once.
+        ahead: address of values that are read later, once. As many lines are prefetched from there as are read here.
     """
     num_heads, num_lines, lone = heads.literal_value, lines.literal_value, odd.literal_value
     channels = [(line, part) for line in range(num_lines) for part in range(2)]

@@ -1,4 +1,7 @@
-"""The parts that SIMD instructions are built of, in LLVM's terms: addresses, registers, loops over lines."""
+"""The parts of which SIMD functions are built, as LLVM code: addresses, registers, loops over lines.
+
+`builder` is llvmlite's IRBuilder, which appends LLVM code to the function that is built.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-# float32 values of a register. A lane is one of them.
+# Number of float32 values of a register. A lane is the place of one of them.
 LANES = 16
 
 
@@ -36,7 +39,7 @@ SHORTS = ir.VectorType(I16, LANES)
 
 
 def index(value: int) -> Any:
-    """Return a constant of the type of addresses and counts."""
+    """Return a constant of 64 bits, the type of addresses and counts."""
     return ir.Constant(I64, value)
 
 
@@ -61,7 +64,7 @@ def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
 
 
 def prefetch_at(builder: Any, pointer: Any, cache: int) -> None:
-    """Prefetch a line to the first-level or second-level cache. The second one takes more requests at once."""
+    """Prefetch a line to the first-level (1) or second-level cache (2). The second one takes more requests at once."""
     _prefetch_at(builder, pointer, 4 - cache)
 
 
@@ -76,7 +79,7 @@ def _prefetch_at(builder: Any, pointer: Any, locality: int) -> None:
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """Return one value in all lanes."""
+    """Return a register with one value in all lanes."""
     lanes = ir.VectorType(value.type, LANES)
     lone = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.Constant(I32, 0))
     return builder.shuffle_vector(lone, ir.Constant(lanes, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
@@ -111,17 +114,19 @@ def store_rounded(builder: Any, address: Any, line: Any, values: Any) -> None:
 
 
 def store_some(builder: Any, words: Any, pointer: Any, wanted: Any) -> None:
-    """Store the wanted lanes. The memory of the other lanes stays as it is."""
+    """Store only the lanes for which `wanted` is true. The memory of the other lanes stays as it is."""
     align = ir.Constant(I32, 4)
     call(builder, "llvm.masked.store.v16i32.p0", ir.VoidType(), [words, pointer, align, wanted])
 
 
 class Loop:
-    """The values that a loop over lines passes on.
+    """The values that a loop over lines passes from one turn to the next, such as sums.
+
+    Call `carry` inside the loop with the values at the end of a turn.
 
     Attributes:
-        carried: values at the start of a turn.
-        results: values after the loop.
+        carried: the values at the start of a turn.
+        results: the values after the last turn.
     """
 
     def __init__(self, carried: list[Any]) -> None:
@@ -134,7 +139,14 @@ class Loop:
 
 @contextmanager
 def each_line(builder: Any, num_lines: Any, *begins: Any) -> Iterator[tuple[Any, Loop]]:
-    """Build a loop: the code that is built inside runs for line 0, 1, ... num_lines - 1, at least once."""
+    """Build a loop: the code that is built inside runs for line 0, 1, ... num_lines - 1, at least once.
+
+    Args:
+        begins: the values that the first turn starts with. The loop passes on as many.
+
+    Yields:
+        The index of the line, and a Loop with the values that are passed on.
+    """
     entry = builder.block
     body, after = builder.append_basic_block("line"), builder.append_basic_block("done")
     builder.branch(body)

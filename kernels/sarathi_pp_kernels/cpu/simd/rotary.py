@@ -19,7 +19,7 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 
 @intrinsic
 def rotate_lines(typing, source, to, cos, sin, num_lines):  # type: ignore[no-untyped-def]
-    """Rotate one head of 32 * num_lines bfloat16: channel c with channel c + 16 * num_lines.
+    """Apply the rotary embedding to one head of 32 * num_lines bfloat16: channel c with channel c + 16 * num_lines.
 
     It computes x * cos + (-x[half:], x[:half]) * sin, with both products and their sum rounded. `to` may be `source`.
     """

@@ -1,4 +1,4 @@
-"""The way from scores to weights: the largest, powers and their sum."""
+"""The steps from attention scores to softmax weights: the largest score, powers and their sum."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 
 _FLOAT = np.float32
 _LOWEST = _FLOAT(-80)
-# A score that weighs nothing.
+# A hidden score, whose weight is 0.
 _HIDDEN = _FLOAT(-1e30)
 
 
 @intrinsic
 def _hide_line(typing, scores, line, low, high):  # type: ignore[no-untyped-def]
-    """Hide the lanes of one line that are outside [low, high), in one register.
+    """Hide the scores of one line that are outside [low, high), and store the line at once, from one register.
 
-    The line is read again at once. Single values would have to reach the cache first.
+    The whole line is read again soon. If its values were stored one by one, that read would wait until all have reached
+    the cache.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -61,7 +62,7 @@ def _hide_line(typing, scores, line, low, high):  # type: ignore[no-untyped-def]
 
 @inlined
 def hide(scores, low, high, width):  # type: ignore[no-untyped-def]
-    """Give the scores of [0, width) outside [low, high) no weight. width is a multiple of 16."""
+    """Hide the scores [0, width) outside [low, high), so that their weights are 0. width is a multiple of 16."""
     for line in range((low + 15) // 16):
         _hide_line(scores, line, low, high)
     for line in range(high // 16, width // 16):
@@ -70,13 +71,13 @@ def hide(scores, low, high, width):  # type: ignore[no-untyped-def]
 
 @intrinsic(prefer_literal=True)
 def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-untyped-def]
-    """Write to found[r] the largest of 16 * num_lines float32 of row r, at least one line. NaN does not count.
+    """Write to found[r] the largest of 16 * num_lines float32 of row r. NaN does not count. num_lines is at least 1.
 
-    A comparison with a choice is one instruction. LLVM's own maximum looks for NaN on both sides, and goes from lane to
-    lane when it reduces a register to one value.
+    A comparison that chooses a value is one instruction. LLVM's own maximum is slower: it looks for NaN on both sides,
+    and goes from lane to lane when it reduces a register to one value.
 
     Args:
-        rows: a literal. Row r is r * step float32 after `scores`.
+        rows: number of rows, a literal. Row r is r * step float32 after `scores`.
     """
     num_rows = rows.literal_value
 
@@ -104,18 +105,18 @@ def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-un
 
 @intrinsic(prefer_literal=True)
 def weigh_lines(typing, rows, scores, step, to, to_step, num_lines, slope, tops, sums):  # type: ignore[no-untyped-def]
-    """Write 2^(slope * score - tops[r]) as bfloat16, for 16 * num_lines float32 scores of row r.
+    """Write the weights 2^(slope * score - tops[r]) as bfloat16, for 16 * num_lines float32 scores of row r.
 
-    Write their sum to sums[r].
+    Write their sum, before rounding, to sums[r].
 
-    The values are within 4e-6 before they are rounded. NaN stays NaN. A score of -1e30 weighs 0.
+    The relative error is below 4e-6 before the weights are rounded. NaN stays NaN. A score of -1e30 has weight 0.
 
     Args:
-        rows: a literal. Several rows at once, so that no row waits for its own results.
-        step: float32 values between two rows of `scores`.
-        to_step: bfloat16 values between two rows of `to`.
-        tops: float32.
-        sums: float32.
+        rows: number of rows, a literal. With several rows at once, an instruction need not wait for the one before.
+        step: number of float32 values from a row of `scores` to the next.
+        to_step: number of bfloat16 values from a row of `to` to the next.
+        tops: float32, one per row.
+        sums: float32, one per row.
     """
     num_rows = rows.literal_value
 
@@ -171,10 +172,10 @@ def _float_of_bits(typing, bits):  # type: ignore[no-untyped-def]
 
 @inlined
 def exponential(x):  # type: ignore[no-untyped-def]
-    """Return exp(x) of float32 x <= 0, within 1e-7 of its value. It is 0 below -80, and NaN for NaN.
+    """Return exp(x) of float32 x <= 0 with a relative error below 1e-7. It is 0 below -80, and NaN for NaN.
 
-    The C library's exp has no SIMD. This is 2^n * exp(r) with n whole and |r| <= ln(2) / 2, with the coefficients of
-    Cephes' expf.
+    The C library's exp does not use SIMD. This is 2^n * exp(r) with n whole and |r| <= ln(2) / 2. The coefficients are
+    those of Cephes' expf.
     """
     inside = x if x > _LOWEST else _LOWEST
     n = np.int32(inside * _FLOAT(1.4426950408889634) - _FLOAT(0.5))

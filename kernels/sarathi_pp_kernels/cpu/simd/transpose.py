@@ -32,8 +32,8 @@ def transpose(x, row_words, present, to, rows, num_words):  # type: ignore[no-un
     """Write to[k][r] = x[r][k] for words k in [0, num_words) and rows r in [0, rows), and 0 for missing rows.
 
     Args:
-        x: row r is r * row_words words after it.
-        present: rows that are not missing, at least 1.
+        x: address of the rows. Row r is r * row_words words after it.
+        present: number of rows that are not missing, at least 1. It may be larger than `rows`.
     """
     in_lines = num_words // 16 * 16
     for first in range(0, rows, 16):
@@ -48,10 +48,11 @@ def transpose(x, row_words, present, to, rows, num_words):  # type: ignore[no-un
 
 @intrinsic
 def _transpose_lines(typing, x, row_words, present, to, to_step, count, num_lines):  # type: ignore[no-untyped-def]
-    """Transpose `count` rows, at most sixteen, of 16 * num_lines words, at least one line.
+    """Transpose `count` rows, at most sixteen, of 16 * num_lines words. num_lines is at least 1.
 
     Args:
-        to_step: words from one word of a row to the next in `to`.
+        present: number of rows that are not missing. Missing ones are written as zeros.
+        to_step: number of words in `to` from one word of a row to the next.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -80,11 +81,12 @@ def _transpose_lines(typing, x, row_words, present, to, to_step, count, num_line
 
 @intrinsic
 def pair(typing, low, high, has_high, to, to_step, num_lines):  # type: ignore[no-untyped-def]
-    """Write words of two bfloat16, one from each of two rows of 16 * num_lines, with that of `low` in the low half.
+    """Write words of two bfloat16: the low half from the row `low`, the high half from the row `high`.
 
     Args:
+        low: address of a row of 16 * num_lines bfloat16, as `high` is.
         has_high: the row `high` exists. If not, it is not read, and its values are 0.
-        to: lines of sixteen words, each to_step words after the one before.
+        to: address of lines of sixteen words, each to_step words after the one before.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -108,8 +110,8 @@ def _line(builder: Any, address: Any, word: Any) -> Any:
 
 
 def _columns(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose sixteen rows, four at a time, into sixteen registers. Lane r of register k is word k of row r."""
-    # Each four rows give four registers. Quarter q of register j has word 4 * q + j of all four rows.
+    """Transpose sixteen rows, each in a register, four at a time. Lane r of the new register k is word k of row r."""
+    # Every four rows give four registers. Quarter q of register j has word 4 * q + j of each of the four rows.
     fours = [_interleaved(builder, rows[first : first + _QUARTER]) for first in range(0, LANES, _QUARTER)]
     columns: list[Any] = [None] * LANES
     for j, (a, b, c, d) in enumerate(zip(*fours, strict=True)):
@@ -121,7 +123,7 @@ def _columns(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose four rows in each quarter: by single words, then by two."""
+    """Transpose four rows within each quarter: first by single words, then by two words."""
     low, high = [0, 4, 1, 5], [2, 6, 3, 7]
     a, b, c, d = rows
     first = [_in_quarters(builder, a, b, order) for order in (low, high)]
@@ -133,7 +135,7 @@ def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 def _in_quarters(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
-    """Choose the same words in each quarter: words 0 to 3 are those of a, 4 to 7 those of b."""
+    """Choose the same words from each quarter. In `order`, 0 to 3 are the words of a, and 4 to 7 those of b."""
     lanes = [
         _QUARTER * quarter + (word if word < _QUARTER else LANES + word - _QUARTER)
         for quarter in range(LANES // _QUARTER)

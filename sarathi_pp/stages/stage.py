@@ -127,7 +127,10 @@ class StageMaker(Protocol):
         ...
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
-        """Return the bytes that `make` takes for KV pages if it cannot notice that they are missing; 0 if it can."""
+        """Return the bytes of the KV pages if memory is taken only when a page is written; 0 if `make` takes it at once.
+
+        In the first case, `make` cannot notice that there is too little memory, so it must be checked before.
+        """
         ...
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:

@@ -79,9 +79,9 @@ class Recorder:
         self._writer.start()
 
     def record(self, event: Event | Callable[[], Event]) -> None:
-        """Record an event, or a function that makes it from values that no longer change.
+        """Record an event, or a function that makes it.
 
-        Another thread calls it once.
+        The thread that writes the file calls the function, once. So it must use only values that no longer change.
         """
         if self._full or len(self._events) >= _MANY_WAITING:
             if not self._has_room(event):

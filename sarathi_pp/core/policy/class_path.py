@@ -38,10 +38,10 @@ _importing = _Importing()
 
 
 def module_being_imported() -> str | None:
-    """Return the module that this thread is importing for a policy.
+    """Return the module that this thread is importing to load a policy; None if it is importing none.
 
-    A program may name a policy of its own file, which is then imported by that name too. If it starts a run at its top
-    level, the import would start another run, without end.
+    A program may name a policy in its own file. Loading the policy then imports that file a second time. If the file
+    starts a run at its top level, this import would start another run, and so on without end.
     """
     return _importing.modules[-1] if _importing.modules else None
 

@@ -39,7 +39,8 @@ ALIASES = {
     "join_timeout": "join_timeout_s",
 }
 SAMPLING_ALIASES = {"max_tokens": "max_new_tokens"}
-# Sampling parameters of other engines, each with the values that change nothing. None never changes anything.
+# Unsupported sampling parameters of other engines, each with the values that have no effect. They are accepted with
+# these values and with None.
 UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -65,7 +66,7 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
 _NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "skip_special_tokens")
 
 
-# The default of an argument that None would not leave out.
+# Default of an argument that the caller may leave out, if None is a value that must be refused.
 _ABSENT: Any = ...
 
 
@@ -133,7 +134,7 @@ class SamplingParams:
         return self.max_new_tokens
 
     def _check(self) -> None:
-        """Convert what other engines and numpy write, and raise RowError for an illegal value."""
+        """Convert the forms that other engines and numpy use, and raise RowError for an illegal value."""
         if isinstance(self.stop, str) or self.stop is None:  # other engines take both
             object.__setattr__(self, "stop", (self.stop,) if self.stop else ())
         for name in _NUMBERS:
@@ -186,7 +187,7 @@ class SamplingParams:
 
 
 def _refuse_others(others: Mapping[str, object]) -> None:
-    """Raise ConfigError for an argument that SamplingParams does not have, unless it asks for nothing."""
+    """Raise ConfigError for an argument that SamplingParams does not have, unless its value has no effect."""
     known = [one.name for one in fields(SamplingParams)]
     for name, value in others.items():
         if name not in UNSUPPORTED_SAMPLING:
@@ -197,12 +198,17 @@ def _refuse_others(others: Mapping[str, object]) -> None:
 
 
 def changes_nothing(value: object, off: Iterable[object]) -> bool:
-    """Return whether an argument of another engine asks for nothing: None, or one of these values."""
+    """Return whether a value has no effect on an argument of another engine: it is None, or one of `off`."""
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
 
 
 def did_you_mean(name: str, known: Iterable[str], listed_by: str) -> str:
-    """Return the end of a message about an unknown name: the nearest known one, and the place of the list."""
+    """Return the end of an error message about an unknown name: "; did you mean stop? ... lists all".
+
+    Args:
+        known: names that exist. The nearest one is suggested if it is near enough.
+        listed_by: a command or call that lists all names.
+    """
     nearest = get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {nearest[0]}? {listed_by} lists all" if nearest else f"; {listed_by} lists all"
 
@@ -220,12 +226,12 @@ def _require(legal: bool, name: str, value: object, allowed: str) -> None:
         raise RowError("invalid_parameter", f"{name} is {value!r}; it must be {allowed}")
 
 
-# Longest wait for other processes.
+# Largest timeout that the user may set, in seconds: a week.
 _LONGEST_S = 7 * 86400.0
 
 
 _REALS = ("gpu_memory_utilization", "request_rate", "peer_timeout_s", "join_timeout_s")
-# Ends of fields' names that their options leave out.
+# Endings of field names that the options leave out: the option of peer_timeout_s is --peer-timeout.
 _UNITS_OF_FIELDS = ("_bytes", "_s")
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -419,21 +425,25 @@ class RunConfig:
 
 
 def stages_among(num_ranks: int, stages: int | None, replicas: int, tensor_parallel_size: int) -> int:
-    """Return the stages of each replica, given the number of processes that torchrun started.
+    """Return the number of stages of each replica, from the number of processes that torchrun started.
+
+    Args:
+        num_ranks: number of processes. Each one computes a stage, or a part of it with tensor parallelism.
+        stages: number of stages that the user asked for; None accepts any number.
 
     Raises:
-        ConfigError: the processes cannot be divided so, or `stages` is another number.
+        ConfigError: the processes cannot be divided into these replicas and stages.
     """
     held = replicas * tensor_parallel_size
     if num_ranks % held:
         raise ConfigError(
-            f"torchrun started {num_ranks} processes, which --replicas {replicas} of stages of --tensor-parallel-size "
-            f"{tensor_parallel_size} do not divide; start a multiple of {held}"
+            f"torchrun started {num_ranks} processes, and --replicas {replicas} with --tensor-parallel-size "
+            f"{tensor_parallel_size} needs a multiple of {held}; start {held} processes for each stage"
         )
     if stages not in (None, num_ranks // held):
         asked = f"{stages} stages" if held == 1 else f"{replicas} x {stages} x {tensor_parallel_size} ranks"
         raise ConfigError(
-            f"--stages is {stages}, and torchrun started {num_ranks} processes, not the {asked} of the options; leave "
+            f"--stages is {stages}: the options need {asked}, and torchrun started {num_ranks} processes; leave "
             f"--stages out, or start {held * (stages or 1)} processes"
         )
     return num_ranks // held

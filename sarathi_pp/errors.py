@@ -66,7 +66,7 @@ class OptionError(ConfigError):
         self._given = name, option, value, allowed
 
     def renamed(self, name: str) -> OptionError:
-        """Return the error with another name of the argument."""
+        """Return the same error under another name of the argument, such as an alias that the user wrote."""
         _, option, value, allowed = self._given
         return OptionError(name, option, value, allowed)
 
@@ -144,6 +144,12 @@ class StoppedError(SarathiError):
 
     @classmethod
     def by(cls, number: int, where: str) -> StoppedError:
+        """Return the error for a signal.
+
+        Args:
+            number: number of the signal. Ctrl-C (SIGINT) changes the exit code to 130.
+            where: the part of the program that was stopped, such as "the run". It begins the message.
+        """
         error = cls(f"{where} was stopped by {signal_name(number)}")
         if number == signal.SIGINT:
             error.exit_code = EXIT_INTERRUPTED
@@ -155,20 +161,23 @@ class UnsafeError(SarathiError, PermissionError):
 
 
 def error_class(name: str) -> type[SarathiError]:
-    """Return the class with this name, or SarathiError if the tree has no such class."""
+    """Return the error class with this name, such as `InputError`.
+
+    Return SarathiError for an unknown name. Return ConfigError for `OptionError`, which needs more than a message.
+    """
     kinds: list[type[SarathiError]] = [SarathiError]
     for kind in kinds:
         if kind.__name__ == name:
-            return ConfigError if kind is OptionError else kind  # OptionError cannot be made from its text alone
+            return ConfigError if kind is OptionError else kind
         kinds += kind.__subclasses__()
     return SarathiError
 
 
 class RowError(ValueError):
-    """One request that cannot run.
+    """The error of one input line or prompt that cannot run. The other ones still run.
 
     Args:
-        code: stable name of the reason, for programs.
+        code: stable name of the reason, for programs, such as `empty_prompt`.
         message: the reason, for people.
     """
 

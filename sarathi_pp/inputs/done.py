@@ -1,4 +1,4 @@
-"""The input lines that already have an output line of an earlier start."""
+"""The input lines that earlier starts of a run have already answered. `--resume` skips them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from sarathi_pp.inputs.ids import DUPLICATE_ID, KeyMap, id_key
 class Done:
     """The input lines that have an output line of an earlier start.
 
-    They are taken out while the same input is read again, in order.
+    `add` counts the lines of the output file. Then the same input is read again, and `take` removes each line.
 
     Attributes:
-        answered: by key of the id, 1 if its first input line is done, even with an error.
-        duplicates: by key of the id, the number of error lines of its later input lines.
-        nameless: by key of the line number, 1 if the error line of this input line has no id of its own.
+        answered: maps the key of an id (`id_key`) to 1 if the first input line with this id has an output line. It may
+            be an error line.
+        duplicates: maps the key of an id to the number of error lines of later input lines with the same id.
+        nameless: maps the key of a line number to 1 if this input line has an error line without an id, because its id
+            could not be read.
         num_rows: number of output lines.
-        num_errors: number of error lines.
-        num_duplicates: number of error lines of an id's later input lines.
+        num_errors: number of error lines among them.
+        num_duplicates: number of error lines that report an id for a second time.
     """
 
     answered: KeyMap = field(default_factory=KeyMap)
@@ -31,36 +33,46 @@ class Done:
     num_duplicates: int = 0
 
     def add(self, line: DoneLine) -> None:
+        """Count one output line.
+
+        Raises:
+            ValueError: an earlier output line answers the same input line.
+        """
         self.num_rows += 1
         self.num_errors += line.code is not None
         if line.nameless is not None:
             key = id_key(line.nameless)
             if self.nameless.get(key):
-                raise ValueError(f"it is the second line for line {line.nameless} of the input")
+                raise ValueError(f"line {line.nameless} of the input already has an answer")
             self.nameless.put(key, 1)
         elif line.code == DUPLICATE_ID:
             self.num_duplicates += 1
             self.duplicates.put(line.key, self.duplicates.get(line.key) + 1)
         elif self.answered.get(line.key):
-            raise ValueError("it is the second line for its id")
+            raise ValueError("an earlier line answers the same id")
         else:
             self.answered.put(line.key, 1)
 
     def take(self, id: object, *, first: bool) -> bool:
-        """Return whether an input line has its output line, and take that out.
+        """Return whether an input line has an output line, and remove that output line from the counts.
 
         Args:
+            id: id of the input line.
             first: True if no earlier input line has this id.
         """
         return _take(self.answered if first else self.duplicates, id)
 
     def take_nameless(self, line: int) -> bool:
-        """Return the same for an input line whose id is unknown, by its number."""
+        """Do the same as `take` for an input line whose id could not be read.
+
+        Args:
+            line: number of the input line, from 1.
+        """
         return _take(self.nameless, line)
 
 
 def _take(counts: KeyMap, id: object) -> bool:
-    """Lower the count of an id by one. Return False if it has none."""
+    """Lower the count of an id in this map by one. Return False if the id has no count."""
     if not len(counts):
         return False
     key = id_key(id)
@@ -71,12 +83,12 @@ def _take(counts: KeyMap, id: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DoneLine:
-    """An output line.
+    """One line of the output file, without the answer's text.
 
     Attributes:
-        key: key of its id.
-        code: code of its error; None for an answer.
-        nameless: number of the input line if its id is unknown, otherwise None. See Done.
+        key: key of the line's id (`id_key`).
+        code: code of the error; None if the line is an answer.
+        nameless: number of the input line, from 1, if its id could not be read; otherwise None.
     """
 
     key: int
@@ -85,10 +97,10 @@ class DoneLine:
 
     @classmethod
     def parse(cls, data: bytes) -> DoneLine:
-        """Return the output line in these bytes.
+        """Return the output line that these bytes hold.
 
         Raises:
-            ValueError: they are not an output line.
+            ValueError: the bytes are not an output line.
         """
         record = json.loads(data)
         if not isinstance(record, dict) or "id" not in record:

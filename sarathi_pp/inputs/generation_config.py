@@ -2,10 +2,11 @@
 
     input line  >  command line  >  --override-generation-config  >  the model's files  >  SamplingParams' own defaults
 
-The model's files are read as `generate` of transformers reads them. That is generation_config.json. Only if there is
-none, it is the generation settings in config.json or in its text part. Temperature, top_k, top_p and min_p hold only
-with `do_sample: true`. Otherwise the model is greedy. A setting that changes tokens and is not supported is an error of
-each request that does not switch it off. A setting that changes no token is ignored, and an unknown one is reported.
+Each source wins over those to its right. The model's files are read as `generate` of transformers reads them. The
+settings come from generation_config.json. If this file does not exist, they come from config.json or its text part.
+Temperature, top_k, top_p and min_p count only with `do_sample: true`. Otherwise the model is greedy. An unsupported
+setting that changes tokens is an error of each request that does not switch it off. A setting that changes no token is
+ignored. An unknown setting is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from sarathi_pp.config import SamplingParams
 from sarathi_pp.errors import ConfigError, InputError, RowError
 
 _SAMPLED_KEYS = ("temperature", "top_k", "top_p", "min_p")
+# Settings that a run follows.
 _HONOURED = ("do_sample", "max_new_tokens", "max_length", "stop_strings", "eos_token_id", *_SAMPLED_KEYS)
 # The top_k of `generate` if neither the file nor the caller sets it.
 _DEFAULT_TOP_K = 50
 # Parts of config.json in which a multimodal or composed model may have its settings. The first one that exists counts.
 _TEXT_PARTS = ("decoder", "generator", "text_config")
-# Settings that change tokens, each with the values under which they do not. Null is always off.
+# Unsupported settings that change tokens, each with the values that have no effect. Null never has an effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -55,7 +57,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "watermarking_config": (),
 }
-# The settings among them that do not change a greedy request.
+# Settings of UNSUPPORTED that have no effect on a greedy request.
 _ONLY_SAMPLED = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 # Settings that change no token here: ids that only padding and prompts use, caches, speculation (which keeps
 # the distribution), what `generate` returns, and options of the modes refused above.
@@ -74,13 +76,14 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The sampling fields that a line does not set, and the conditions that end an output.
+    """The values of the sampling fields that an input line does not set, and the conditions that end an output.
 
     Attributes:
-        sampling: values under SamplingParams' names, proven to be a legal SamplingParams.
-        eos_token_ids: empty if the model names none. Then only length and stop strings end an output.
-        warnings: for people, one sentence each.
-        max_length: most tokens of prompt and output together if no length is named; None without such a limit.
+        sampling: values by field name of SamplingParams. Together they are legal.
+        eos_token_ids: tokens that end an output. If the model names none, only length and stop strings end an output.
+        warnings: warnings for the user, one sentence each.
+        max_length: most tokens of prompt and output together. It counts only for a request without max_new_tokens.
+            None: no such limit.
         unsupported: settings of the model that change tokens and that this runtime does not support.
         source: the file with these settings.
     """
@@ -93,7 +96,10 @@ class GenerationDefaults:
     source: str = "the model's generation_config.json"
 
     def with_command(self, overrides: Mapping[str, object]) -> GenerationDefaults:
-        """Return these defaults, with the values of the command line above them.
+        """Return these defaults after the values of the command line have replaced theirs.
+
+        Args:
+            overrides: fields of SamplingParams that the command line sets.
 
         Raises:
             ConfigError: a value is out of range.
@@ -110,11 +116,12 @@ class GenerationDefaults:
 
         Args:
             overrides: fields of SamplingParams that the request sets.
-            switched_off: settings that the request gives a value without an effect.
+            switched_off: settings of the model that the request switches off with a value that has no effect, such as
+                `"num_beams": 1`.
 
         Raises:
-            RowError: `invalid_parameter` for a value out of range, `unsupported_setting` for one of the model
-                that is not supported and not switched off.
+            RowError: `invalid_parameter` for a value out of range. `unsupported_setting` for an unsupported setting of
+                the model that the request does not switch off.
         """
         params = _checked({**self.sampling, **overrides})
         useless = _ONLY_SAMPLED if params.greedy else ()
@@ -124,7 +131,10 @@ class GenerationDefaults:
         return params
 
     def settings(self) -> dict[str, object]:
-        """Return all settings that decide the answer of a request without its own, flat, to be compared and shown."""
+        """Return all settings that decide the answer of a request that sets none, as one flat dictionary.
+
+        `--resume` compares it with the settings of the earlier start.
+        """
         params = {name: value for name, value in asdict(_checked(self.sampling)).items() if name != "seed"}
         bound = {} if "max_new_tokens" in self.sampling or self.max_length is None else {"max_length": self.max_length}
         return {"eos_token_ids": sorted(self.eos_token_ids), **params, **bound, **self.unsupported}
@@ -132,10 +142,17 @@ class GenerationDefaults:
     def bounded(
         self, params: SamplingParams, overrides: Mapping[str, object], num_prompt_tokens: int
     ) -> SamplingParams:
-        """Return a request's parameters with the model's max_length, which counts if no length is named.
+        """Return a request's parameters after the model's max_length has limited max_new_tokens.
+
+        The limit does not count if the request, the command line or the model's files set max_new_tokens.
+
+        Args:
+            params: complete parameters of the request.
+            overrides: fields of SamplingParams that the request itself sets.
 
         Raises:
-            RowError: `context_length_exceeded` for a prompt that leaves no room for an output, as in `generate`.
+            RowError: `context_length_exceeded` for a prompt that leaves no room for an output. `generate` of
+                transformers refuses it too.
         """
         if self.max_length is None or "max_new_tokens" in self.sampling or "max_new_tokens" in overrides:
             return params
@@ -149,10 +166,12 @@ class GenerationDefaults:
 
 
 def read_generation_config(model_dir: Path, overrides: Mapping[str, object] | None = None) -> GenerationDefaults:
-    """Return the defaults of the model in a local directory. Both of its files may be absent.
+    """Return the generation defaults of the model in a local directory.
+
+    Both generation_config.json and config.json may be missing.
 
     Args:
-        overrides: settings that replace those of the file, under the file's names; null removes one.
+        overrides: settings that replace those of the file, by the file's names. None removes a setting.
 
     Raises:
         InputError: a file cannot be read, or has a wrong value.
@@ -189,7 +208,7 @@ def read_generation_config(model_dir: Path, overrides: Mapping[str, object] | No
 
 
 def _read_settings(model_dir: Path) -> tuple[Path, dict[str, object]]:
-    """Return the file from which `generate` takes its settings, and the settings."""
+    """Return the file from which transformers would take generation settings, and the settings in it."""
     path = model_dir / "generation_config.json"
     if path.exists():
         return path, _read_object(path)
@@ -246,7 +265,7 @@ def _read_object(path: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(record, dict):
-        raise InputError(f"{path} must hold a JSON object")
+        raise InputError(f"{path} holds no JSON object, which generation settings need; repair the file")
     return record
 
 

@@ -1,6 +1,7 @@
 """Ids of input lines: any JSON value, each represented by a key of 8 bytes.
 
-The memory of an endless run: nothing for lines whose ids are their line numbers, about 13 bytes per other line.
+A run keeps the ids of all lines to find duplicates. A line takes about 13 bytes of memory, and none if its id is its
+line number. So input files of any length fit.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from array import array
 from bisect import bisect_left
 from hashlib import blake2b
 
-# The code of an error line for an input line whose id an earlier one has.
+# The error code of an input line whose id an earlier input line has already.
 DUPLICATE_ID = "duplicate_id"
 
 _KEY_BITS = 64
-# Mean number of keys per bucket at which all buckets are split. So an insertion moves at most a few KiB.
+# Mean number of keys per bucket at which all buckets are split in two. Small buckets make insertions cheap: one moves
+# at most a few KiB.
 _BUCKET_KEYS = 256
 _LARGEST_NUMBER = 2**32 - 1
 
 
 def id_key(id: object) -> int:
-    """Return a key of 8 bytes for an id, so that memory does not depend on the id's length.
+    """Return a 64-bit key for an id: a hash, so that the memory for an id does not depend on its length.
 
     Ids are equal by type and value: 1, 1.0, "1" and true are four different ids.
     """
@@ -29,9 +31,10 @@ def id_key(id: object) -> int:
 
 
 class KeyMap:
-    """A map from evenly spread 64-bit keys to positive 32-bit numbers. Larger numbers are stored as the largest.
+    """A map from 64-bit keys to positive 32-bit numbers, in a ninth of the memory of a dict.
 
-    Keys with the same leading bits form a bucket, a sorted array. A dict takes nine times the memory.
+    The keys must be hashes, so that they are spread evenly. Keys with the same leading bits form a bucket, which is a
+    sorted array. A number above the 32-bit limit is stored as the limit.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class KeyMap:
                 self._split()
 
     def _split(self) -> None:
-        """Split each bucket by its keys' next bit."""
+        """Split each bucket into two, by the next bit of its keys."""
         keys: list[array[int]] = []
         numbers: list[array[int]] = []
         upper_half = 1 << (_KEY_BITS - self._bits - 1)
@@ -83,16 +86,18 @@ class KeyMap:
 
 
 class SeenIds:
-    """The ids of a file so far. An input line without an id has its line number, as a string."""
+    """The ids of the input lines that were read so far. An input line without an id has its line number, as a string."""
 
     def __init__(self) -> None:
-        self._lines = KeyMap()  # lines of ids that differ from their line number
-        self._numbered = _LineSet()  # lines of the other ids
+        self._lines = KeyMap()  # from the key of an id that is not its line's number to that number
+        self._numbered = _LineSet()  # lines whose id is their number
 
     def first_line(self, id: object, line: int) -> int | None:
-        """Return the line that had this id before. If there is none, `line` has it from now on.
+        """Return the number of the earlier line with this id. If no line had it, store it and return None.
 
-        Call it with lines in ascending order.
+        Args:
+            id: id of the current line.
+            line: number of the current line, from 1. Numbers must ascend from call to call.
         """
         own = str(line)
         if id == own and not len(self._lines):
@@ -112,7 +117,10 @@ class SeenIds:
 
 
 class _LineSet:
-    """A set of line numbers, added in ascending order. It takes 16 bytes per run of neighbours."""
+    """A set of line numbers, which must be added in ascending order.
+
+    Consecutive numbers form a range. A range takes 16 bytes of memory.
+    """
 
     def __init__(self) -> None:
         self._first = array("Q")

@@ -1,4 +1,4 @@
-"""The file, pipe or standard input with the input lines: its kind, and its lines one by one."""
+"""The input of a run: a file, a pipe or standard input, which is checked and then read line by line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from sarathi_pp.inputs.parse import ParsedLine, parse_line
 
 
 def check_input(path: str) -> None:
-    """Refuse an input that cannot be read, without opening it, because a pipe can be opened only once.
+    """Refuse an input that cannot be read. It is not opened, because a pipe can be opened only once.
+
+    Args:
+        path: path of the input; `-` is standard input.
 
     Raises:
-        MissingError: it does not exist.
-        InputError: it cannot be read.
+        MissingError: the input does not exist.
+        InputError: the input is closed, a directory, or not readable.
     """
     if path == "-":
         if sys.stdin is None:
@@ -51,10 +54,10 @@ def is_stream(path: str) -> bool:
 
 
 def open_input(path: str) -> io.BufferedReader:
-    """Open an input for reading bytes.
+    """Open an input for reading bytes. The path `-` is standard input.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the input cannot be read.
     """
     try:
         if path == "-":
@@ -80,9 +83,13 @@ def count_rows(path: str) -> int:
 
 
 def check_redirected(asked: InputFormat) -> None:
-    """Refuse a file that is redirected to standard input if its format has no input lines. Nothing is loaded before.
+    """Refuse a file that is redirected to standard input (`< FILE`), unless its format is JSON Lines or text.
 
-    The position from which the file is read next stays. The format of a pipe is found when it is read.
+    This check comes before a model is loaded. It does not move the position from which the file is read later. The
+    format of a pipe cannot be checked here, because a pipe can be read only once.
+
+    Args:
+        asked: the format that the user named with --input-format.
 
     Raises:
         InputError: the file is neither JSON Lines nor text.
@@ -96,7 +103,11 @@ def check_redirected(asked: InputFormat) -> None:
 
 
 def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
-    """Return whether each input line has its output line, and take these out of `done`.
+    """Return whether each input line has an output line. The lines that have one are removed from `done`.
+
+    Args:
+        done: input lines that earlier starts have answered.
+        asked: the format that the user named with --input-format.
 
     Raises:
         InputError: the input cannot be read, or is neither JSON Lines nor text.
@@ -109,14 +120,19 @@ def has_every_row(path: str, done: Done, asked: InputFormat = "auto") -> bool:
 
 
 def take_done(done: Done, parsed: ParsedLine) -> bool:
-    """Return whether an input line has an output line of an earlier start, and take this out of `done`."""
+    """Return whether an earlier start has answered an input line, and remove the line from `done`."""
     if parsed.nameless:
         return done.take_nameless(parsed.line)
     return done.take(parsed.id, first=parsed.error is None or parsed.error.code != DUPLICATE_ID)
 
 
 def parsed_lines(path: str, stream: io.BufferedReader, asked: InputFormat) -> Iterator[ParsedLine]:
-    """Yield each input line. A line whose id an earlier line has gets an error.
+    """Yield each input line, parsed. A line with an error is yielded too, such as one with the id of an earlier line.
+
+    Args:
+        path: path of the input, by which the format may be decided.
+        stream: the open input, at its start.
+        asked: the format that the user named with --input-format.
 
     Raises:
         InputError: the input is neither JSON Lines nor text.
@@ -131,6 +147,6 @@ def parsed_lines(path: str, stream: io.BufferedReader, asked: InputFormat) -> It
         if seen is not None and not parsed.nameless:
             first_line = seen.first_line(parsed.id, number)
             if first_line is not None:
-                duplicate = RowError(DUPLICATE_ID, f"id {parsed.id!r} is already that of line {first_line}")
+                duplicate = RowError(DUPLICATE_ID, f"id {parsed.id!r} is already the id of line {first_line}")
                 parsed = ParsedLine(number, parsed.id, parsed.form, extra=parsed.extra, error=duplicate)
         yield parsed

@@ -1,9 +1,11 @@
-"""The format of an input, decided by its head: prompts as text, JSON Lines, or something to convert first.
+"""The format of an input, decided by its first bytes: prompts as text, JSON Lines, or a format that must be converted.
 
-    head (64 KiB, of a stream the bytes that came with its first line) -> "text" | "jsonl" | InputError with a command
+    head -> "text" | "jsonl" | InputError with the command that converts the file
 
-The error comes before any line is answered. Any line can be a prompt. So a table, an archive or a JSON document would
-be answered line by line, if it were treated as text.
+    head: the first 64 KiB of a file. Of a stream: the bytes that arrived together with its first line.
+
+The error is raised before any line is answered. Without it, a table, an archive or a JSON document would be answered
+line by line, because any line of text can be a prompt.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ INPUT_FORMATS: tuple[InputFormat, ...] = ("auto", "text", "jsonl")
 
 HEAD_BYTES = 64 * 2**10
 _BOM = b"\xef\xbb\xbf"
+# All bytes of UTF-8 characters that take several bytes.
 _CONTINUED = bytes(range(0x80, 0x100))
+# A line that is not blank, with its end.
 _WHOLE_LINE = re.compile(rb"\S[^\n]*\n")
 
-# Formats without input lines: name, first bytes, and the command that prints the contents.
+# Compressed formats: name for the message, first bytes, and the command that prints the contents.
 _COMPRESSED = (
     ("gzip-compressed", re.compile(rb"\x1f\x8b"), "zcat"),
     ("zstd-compressed", re.compile(rb"\x28\xb5\x2f\xfd"), "zstdcat"),
@@ -51,6 +55,7 @@ _UNICODE = (
     ("utf-16le", re.compile(rb"(?:[^\x00]\x00){2}")),
     ("utf-16be", re.compile(rb"(?:\x00[^\x00]){2}")),
 )
+# Keys of an input line that hold a prompt.
 _PROMPTS = frozenset(("prompt", "prompt_token_ids", "messages", "body"))
 # Column names in tables of prompts.
 _COLUMNS = frozenset(
@@ -58,16 +63,18 @@ _COLUMNS = frozenset(
     "completion label target source content custom_id system user context title".split()
 )
 _CELL = re.compile(r"[\w.\-/]+(?: [\w.\-/]+){0,5}")
-_LOOKED_AT = 16  # lines below a header
+_LOOKED_AT = 16  # lines below a table's header that are compared with it
 _JSONL_NAMES = (".jsonl", ".ndjson", ".json")
 _AS_TEXT = "--input-format text takes each line as a prompt"
 
 
 def read_head(file: io.BufferedReader, *, stream: bool) -> tuple[bytes, BinaryIO]:
-    """Return the first bytes of a file that was not read before, and a reader that starts with them again.
+    """Read the first bytes of an input. Return them, and a reader that begins with the same bytes again.
 
     Args:
-        stream: do not wait for more than one line, because its writer may wait for the answer.
+        file: the input, of which nothing was read before.
+        stream: True for a pipe or standard input. Then do not wait for more than one line, because the writer may wait
+            for an answer before it sends the next line.
     """
     head = b""
     while len(head) < HEAD_BYTES and not (stream and _WHOLE_LINE.search(head)):
@@ -79,7 +86,7 @@ def read_head(file: io.BufferedReader, *, stream: bool) -> tuple[bytes, BinaryIO
 
 
 class _Rejoined(io.RawIOBase):
-    """A reader of the bytes that were read ahead, and then of all others."""
+    """A reader that first gives the head of a file, which was read ahead, and then the remaining bytes."""
 
     def __init__(self, head: bytes, file: io.BufferedReader) -> None:
         self._head = head
@@ -97,16 +104,19 @@ class _Rejoined(io.RawIOBase):
 
 
 def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream: bool = False) -> LineFormat:
-    """Return the format of all lines of an input.
+    """Return the format of all lines of an input: "text" or "jsonl".
 
-    .txt is text, and .jsonl, .ndjson and .json are JSON Lines. If a stream has no such name, its lines decide. If a
-    file has no such name, it is JSON Lines or is refused.
+    The ending of the name decides: .txt is text, and .jsonl, .ndjson and .json are JSON Lines. For a stream with another
+    name, the first lines decide. A file with another name must be JSON Lines.
 
     Args:
-        asked: the format that the user named. It decides instead of the name.
+        name: path of the input.
+        head: its first bytes.
+        asked: the format that the user named with --input-format. It decides instead of the name.
+        stream: True for a pipe or standard input.
 
     Raises:
-        InputError: the input is neither, or contradicts its name. The message shows what to do.
+        InputError: the input has neither format, or contradicts its name. The message shows the remedy.
     """
     source = f"--input {name}"
     file = None if stream else shlex.quote(name)
@@ -142,10 +152,13 @@ def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream
 
 
 def _whole_lines(head: bytes, *, stream: bool) -> list[bytes]:
-    """Return the lines that are not blank. The last one may be cut, so it is left out unless it is the only one."""
+    """Return the lines of the head that are not blank.
+
+    The head may end within a line. That line is left out, unless it is the only one.
+    """
     whole, _, rest = head.rpartition(b"\n")
     if len(head) >= HEAD_BYTES:
-        rest = rest.rstrip(_CONTINUED)  # part of a character
+        rest = rest.rstrip(_CONTINUED)  # the head may end within a character
     lines = [line.strip() for line in whole.split(b"\n")]
     if not whole.strip() or (len(head) < HEAD_BYTES and not stream):
         lines.append(rest.strip())
@@ -159,16 +172,19 @@ def _refuse_binary(source: str, file: str | None, head: bytes) -> None:
             raise InputError(f"{source} is {what}: {how}")
     for what, begins in _BINARY:
         if begins.match(head):
-            raise InputError(f"{source} is {what}; write its rows as JSON Lines, such as " + '{"prompt": "..."}')
+            raise InputError(f"{source} is {what}; write its prompts as JSON Lines, such as " + '{"prompt": "..."}')
     for encoding, begins in _UNICODE:
         if begins.match(head):
             raise InputError(f"{source} is {encoding.upper()}: {_iconv(encoding, file)}")
     if 10 * head[:1024].count(0) > len(head[:1024]):
-        raise InputError(f"{source} is binary data, and not lines of text or JSON")
+        raise InputError(f"{source} is binary data; give a file with lines of text or JSON")
 
 
 def _refuse_legacy_encoding(source: str, file: str | None, lines: Sequence[bytes]) -> None:
-    """Refuse a file in another encoding. A few damaged lines are legal, because only these lines get errors."""
+    """Refuse an input of which at least half the lines are not UTF-8: it has another encoding, such as Latin-1.
+
+    An input with fewer such lines is accepted. Then only these lines get errors.
+    """
     if 2 * sum(not _is_utf8(line) for line in lines) >= len(lines):
         raise InputError(f"{source} is not UTF-8. If it is Latin-1: {_iconv('latin1', file)}")
 
@@ -188,7 +204,10 @@ def _is_utf8(line: bytes) -> bool:
 
 
 def _refuse_json_document(source: str, file: str | None, head: bytes, lines: Sequence[bytes]) -> None:
-    """Refuse JSON that spans lines, or whose lines are not requests."""
+    """Refuse an input that is JSON, but not one request per line.
+
+    It may be a JSON array, objects over several lines, answers of an earlier run, or plain strings.
+    """
     begins, text = lines[0][:1], head.decode(errors="replace").strip()
     first, document, end = _parsed(lines[0]), *_decoded(text)
     whole = end == len(text)
@@ -223,7 +242,7 @@ def _parsed(line: bytes) -> object:
 
 
 def _decoded(text: str) -> tuple[object, int]:
-    """Return the JSON value at the start of a text, and its end position; (None, 0) without one."""
+    """Return the JSON value at the start of a text, and its end position; (None, 0) if no JSON value is there."""
     try:
         return json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
@@ -231,10 +250,11 @@ def _decoded(text: str) -> tuple[object, int]:
 
 
 def _refuse_table(source: str, file: str | None, lines: Sequence[bytes]) -> None:
-    """Refuse a table, whose header is a line of column names.
+    """Refuse a table (CSV, TSV, ...). Its first line is a header with names of columns.
 
-    Prompts have commas too, and may have such a name between them. So a header has only known names. Or it has one, no
-    space next to a delimiter, and most lines below have at least the same number of cells.
+    A prompt with commas must not be taken for a header. So each cell of a header must be a known column name. Or one
+    cell is a known name, no cell has a space next to a delimiter, and at least half of the lines below have at least the
+    same number of cells.
     """
     header, below = lines[0].decode(errors="replace"), lines[1 : 1 + _LOOKED_AT]
     for delimiter in ",\t;|":
@@ -252,4 +272,4 @@ def _table(source: str, file: str | None, delimiter: str) -> InputError:
     reader = "csv.DictReader(sys.stdin)" if delimiter == "," else f"csv.DictReader(sys.stdin, delimiter={delimiter!r})"
     program = f'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {reader}]"'
     how = f"{program} < {file} > rows.jsonl" if file else f"pipe it through {program}"
-    return InputError(f"{source} is {kind}: {how}. {_AS_TEXT}, the header too")
+    return InputError(f"{source} is {kind}; convert it to JSON Lines: {how}. {_AS_TEXT}, the header too")

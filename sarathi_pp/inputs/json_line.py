@@ -1,4 +1,4 @@
-"""The JSON that an input line may hold: bounded, without repeated keys, NaN or infinity."""
+"""The JSON that an input line may hold: of limited size and depth, without repeated keys, NaN or infinity."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import re
 from itertools import islice
 from typing import NoReturn
 
+# Most levels of lists and objects in an id.
 DEEPEST_ID = 32
-# Far below Python's limit of nested calls, because messages and reading need some of them.
+# Most levels in a line. Python reads each level with a nested call, so this is far below Python's limit of such calls.
 DEEPEST_LINE = 128
-# A string, list or object takes at least 100 bytes in memory, and may take one byte in the line.
+# Most strings, lists and objects in a line. Each takes at least 100 bytes in memory, but perhaps one byte in the line.
 MOST_PARTS = 2**18
+# A shorter line is not counted.
 _FEW_PARTS_BYTES = 2**20
-# Possessive, and with an optional closing quote, so that any line takes one pass.
+# The start of a list or object, or a whole string. The pattern never goes back, so that any line takes one pass.
 _PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 
 def has_too_many_parts(data: bytes) -> bool:
-    """Return whether a line would take too much memory as JSON values. Check it before the line is read.
+    """Return whether a line would take too much memory as JSON values. Call it before `read_json`.
 
-    Strings, lists and objects may take 27 times their bytes. Numbers, such as token ids, take far less.
+    In memory, strings, lists and objects may take 27 times their bytes in the line. Numbers, such as token ids, take far
+    less.
     """
     return len(data) > _FEW_PARTS_BYTES and any(True for _ in islice(_PART.finditer(data), MOST_PARTS, None))
 
@@ -29,18 +32,18 @@ def read_json(text: str) -> object:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not legal JSON.
-        RecursionError: it nests too deep.
+        ValueError: the text is not legal JSON, repeats a key in an object, or holds NaN or Infinity.
+        RecursionError: its lists and objects nest too deep.
     """
     return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def read_damaged_json(data: bytes) -> object:
-    """Return the value of JSON with bytes that are not UTF-8.
+    """Return the value of a JSON text in which some bytes are not UTF-8. Each such byte becomes a lone surrogate.
 
     Raises:
-        ValueError: it is not legal JSON.
-        RecursionError: it nests too deep.
+        ValueError: the text is not legal JSON.
+        RecursionError: its lists and objects nest too deep.
     """
     return json.loads(data.decode("utf-8", "surrogateescape"), parse_constant=_refuse_constant)
 
@@ -54,7 +57,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def is_finite(value: object) -> bool:
-    """Return whether every number is finite: 1e999 is read as infinity."""
+    """Return whether every number in a JSON value is finite. JSON's 1e999 is read as infinity."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
@@ -63,9 +66,10 @@ def is_finite(value: object) -> bool:
 
 
 def nests_deep(value: object, most: int = DEEPEST_ID) -> bool:
-    """Return whether a value nests deeper than `most` levels.
+    """Return whether the lists and objects of a JSON value nest deeper than `most` levels.
 
-    An id is written and read again, possibly with less stack left, so its limit is lower than that of a line.
+    The default is the limit of an id. It is lower than that of a line, because an id is also written and read again.
+    There, more nested calls of Python may be in use already.
     """
     level = [value]
     for _ in range(most):
@@ -86,7 +90,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def is_text(value: object) -> bool:
-    """Return whether no string holds a lone surrogate, which represents a byte that was not UTF-8."""
+    """Return whether all strings in a JSON value are Unicode text.
+
+    A string is not if it holds a lone surrogate, which `read_damaged_json` puts in place of a byte that is not UTF-8.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -95,7 +102,7 @@ def is_text(value: object) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """Return the kind of a JSON value, for an error message."""
+    """Return the kind of a JSON value for an error message, such as "a list"."""
     if value is None:
         return "missing or null"
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
@@ -103,6 +110,6 @@ def kind_of(value: object) -> str:
 
 
 def show_value(value: object) -> str:
-    """Return a value as JSON, shortened for an error message."""
+    """Return a value as JSON of at most 60 characters, for an error message."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""The keys of input lines, and the parameter that each one sets."""
+"""The keys that an input line may have, and the sampling parameter that each one sets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ URL_FORMS: dict[str, Form] = {
     "/v1/completions": "openai-completion",
 }
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+# From a key to the field of SamplingParams that it sets.
 SAMPLING_KEYS = {
     "max_new_tokens": "max_new_tokens",
     "max_tokens": "max_new_tokens",
@@ -24,11 +25,11 @@ SAMPLING_KEYS = {
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
 }
-# Whole numbers, which tables write as 16.0.
+# Fields that are whole numbers. A program that exports tables may write 16 as 16.0, so this is accepted.
 WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed")
 # Keys that change how the prompt is tokenised.
 READING_KEYS = ("add_special_tokens",)
-# The settings of generation_config.json that a line's key switches off. Any other key is the setting's own name.
+# Keys with another name than the settings of generation_config.json that they switch off.
 SETTINGS = {
     "n": ("num_return_sequences",),
     "min_tokens": ("min_new_tokens", "min_length"),
@@ -38,7 +39,7 @@ SETTINGS = {
 }
 # Keys for the caller's own records. They change no token.
 OPENAI_LABELS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Parameters that other engines have, each with the values under which it changes nothing.
+# Unsupported parameters of other engines, each with the values that have no effect. They are accepted with these.
 UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     **UNSUPPORTED_SAMPLING,

@@ -11,11 +11,14 @@ _SKIP_BYTES = 64 * 2**10
 
 
 def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines of a stream as bytes without line ends, each after its number, from 1.
+    """Yield (number, bytes) of each line of a stream that is not blank. Numbers start at 1 and count blank lines too.
 
-    A leading byte-order mark, CRLF, and a last line without its end are accepted. A line of only white space is blank
-    in both formats. Blank lines count for the numbers. If a line is longer than `max_line_bytes`, only its beginning
-    is yielded, with at most two bytes above this limit.
+    The bytes do not include the line's end. A leading byte-order mark, CRLF, and a last line without its end are
+    accepted. A line of only white space is blank in both formats, text and JSON Lines.
+
+    Args:
+        max_line_bytes: of a longer line, only the beginning is yielded. It has at most two bytes more than this, so that
+            the caller sees that the line is too long.
     """
     number = 0
     while data := stream.readline(max_line_bytes + 2):

@@ -127,7 +127,7 @@ class StageMaker(Protocol):
         ...
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
-        """Return the bytes of the KV pages if memory is taken only when a page is written; 0 if `make` takes it at once.
+        """Return the bytes of KV pages whose memory is taken only when a page is written; 0 if `make` takes it at once.
 
         In the first case, `make` cannot notice that there is too little memory, so it must be checked before.
         """

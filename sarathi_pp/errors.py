@@ -71,7 +71,7 @@ class OptionError(ConfigError):
         return OptionError(name, option, value, allowed)
 
     def __reduce__(self) -> tuple[type[OptionError], tuple[str, str, object, str]]:
-        """Return the parts from which another process can make this error again."""
+        """Return the parts from which another process makes this error again (for pickle)."""
         return type(self), self._given
 
 

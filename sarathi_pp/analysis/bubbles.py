@@ -13,8 +13,9 @@ window, first issue to last result, is the same for every stage. So the states o
 Steady: every stage has started once, and at least P requests that have arrived are unfinished (P stages). So the
 pipeline could be full. A steady window with fewer than 2P microbatches says nothing and has no figures.
 
-A microbatch counts at its start. For the figures per request, the gap before a microbatch is the time from the end of
-the compute before it on that stage to its start. LM heads in between are subtracted. The first microbatch has none.
+A microbatch belongs to the steady window if its compute starts there. For the figures per request, the gap before a
+microbatch is the time from the end of the compute before it on that stage to its start. LM heads in between are
+subtracted. The first microbatch of a stage has no gap.
 
 An LM head that the first stage computes for the last one is compute of the first stage. The time before it is no_work
 until its rows are here, and then host.
@@ -30,7 +31,7 @@ from sarathi_pp.analysis.intervals import Interval, intersect, length, merge, po
 from sarathi_pp.analysis.stage_states import IdleState, gap_before, idle_spans
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 
-# If CPU time is below this share of the span, other threads had the core.
+# If the CPU time of a stage's computing thread is below this share of its compute spans, it had to wait for a core.
 _SHARED_BELOW = 0.9
 
 
@@ -39,6 +40,10 @@ class StageBubbles:
     """Seconds of one stage in each state. Ratios are None if their window is empty.
 
     Attributes:
+        wall_s: length of the run window, the same for all stages.
+        bubble_ratio: share of the run window in which the stage computed nothing, from 0 to 1.
+        bubble_ratio_steady: the same for the steady window.
+        closing_error: difference between wall_s and the sum of the five states, as a share of wall_s.
         cpu_ratio: CPU time of the computing thread over its compute spans; None if it was not measured.
     """
 
@@ -64,10 +69,12 @@ class Bubbles:
     """The bubbles of a whole run. Ratios are means over stages.
 
     Attributes:
-        steady: the steady window, empty if it has no figures.
-        steady_positions: per stage, the positions of the computes that started in the steady window.
-        overlap: share of the steady window in which all stages compute at once.
-        request_bubble_s: per sequence index, the gaps before its microbatches summed over stages.
+        steady: intervals of the steady window, in seconds on rank 0's clock. Empty if it is too short for figures.
+        steady_positions: for each stage, indices of the computes that started in the steady window. They are indices
+            into the arrays of its StageTimeline.
+        overlap: share of the steady window in which all stages compute at once; None if it is empty.
+        request_bubble_s: from the index of a sequence to the gaps before its microbatches, summed over stages, in
+            seconds.
     """
 
     wall_s: float
@@ -81,12 +88,15 @@ class Bubbles:
 
     @property
     def slowest_stage(self) -> int:
-        """The stage that computed longest. It sets the pace."""
+        """Index of the stage that computed longest. It limits the speed of the pipeline."""
         return max(range(len(self.stages)), key=lambda index: self.stages[index].compute_s)
 
 
 def measure_bubbles(timeline: Timeline) -> Bubbles:
-    """Measure one run, in time linear in the number of spans. A run without a result has zero seconds and no ratios."""
+    """Return the bubbles of one run. For a run without a result, all seconds are 0 and all ratios None.
+
+    The computation takes time linear in the number of spans.
+    """
     window = timeline.window
     busy = [intersect(stage.busy(), [window]) for stage in timeline.stages]
     steady = _steady(timeline)
@@ -109,7 +119,10 @@ def measure_bubbles(timeline: Timeline) -> Bubbles:
 
 
 def busy_strip(stage: StageTimeline, window: Interval, num_cells: int) -> list[float]:
-    """Return the share of each equal cell of the window in which the stage computed; empty for an empty window."""
+    """Divide a window into equal cells, and return the share of each cell in which the stage computed, from 0 to 1.
+
+    Return an empty list for an empty window.
+    """
     begin, end = window
     if end <= begin:
         return []
@@ -139,7 +152,7 @@ def _fold_stage(stage: StageTimeline, window: Interval, steady_ratio: float | No
     idle_s = dict.fromkeys(get_args(IdleState), 0.0)
     for idle in idle_spans(stage, window):
         idle_s[idle.state] += idle.end_s - idle.begin_s
-    # Overlapping spans count twice here, and show as a closing error.
+    # Overlapping spans count twice here, so the closing error reveals them.
     spans = chain(zip(stage.starts, stage.ends, strict=True), stage.heads.spans())
     compute_s = sum(max(0.0, min(ended, end) - max(started, begin)) for started, ended in spans)
     total_s = compute_s + sum(idle_s.values())
@@ -158,7 +171,7 @@ def _fold_stage(stage: StageTimeline, window: Interval, steady_ratio: float | No
 
 
 def _steady(timeline: Timeline) -> list[Interval]:
-    """Return the instants of the window, after every stage has started, with at least P requests unfinished."""
+    """Return the intervals of the window in which every stage has started and at least P requests are unfinished."""
     if not all(stage.starts for stage in timeline.stages):
         return []
     all_started = max((stage.starts[0] for stage in timeline.stages), default=0.0)

@@ -1,8 +1,9 @@
 """A run as lines for a spreadsheet: one per microbatch and stage, stage by stage, in order of start.
 
 Times are seconds from the start of the run window on rank 0's clock, to the nanosecond. Some cells are empty: the gap
-before a stage's first microbatch, and the values of an issue if rank 0's trace was cut before it. An LM head that the
-first stage computed for the last one has a line of its own. Its text is `head`, and the values of an issue are empty.
+before a stage's first microbatch, and the last four columns if rank 0's trace was cut before the microbatch was issued.
+An LM head that the first stage computed for the last one has a line of its own. Its text is `head`, and its cells about
+the issue and the gap are empty.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ Cell = str | int
 
 
 def run_begin(timeline: Timeline) -> float:
-    """Return the start of the run window on rank 0's clock. It is known before the first result, unlike the window."""
+    """Return the start of the run window on rank 0's clock, in seconds. It is known before the window's end."""
     return timeline.issued[0].at_s if timeline.issued else timeline.stages[0].start.at_s
 
 
 def stage_rows(timeline: Timeline) -> Iterator[tuple[Cell, ...]]:
-    """Yield the lines without their heading, in the order of COLUMNS.
+    """Yield the lines of the file without the heading. Each line has its cells in the order of COLUMNS.
 
-    compute_s is end_s - start_s. gap_s is the time from the end of the stage's compute before to start_s, less LM heads
-    in between.
+    compute_s is end_s - start_s. gap_s is the time from the end of the stage's previous compute to start_s, minus the
+    LM heads in between.
     """
     issued: dict[int, tuple[Cell, ...]] = {
         event.microbatch: (event.prefill_tokens, event.decodes, event.decode_context, event.text)
@@ -68,7 +69,7 @@ def write_csv(timeline: Timeline, file: TextIO) -> None:
 
 
 def _head_rows(stage: StageTimeline, begin: float) -> Iterator[tuple[float, tuple[Cell, ...]]]:
-    """Yield the line of each LM head, with its start."""
+    """Yield (start in seconds, line) for each LM head that the stage computed."""
     heads = stage.heads
     columns = zip(heads.microbatches, heads.arrived, heads.starts, heads.ends, strict=True)
     for microbatch, arrived, start, end in columns:

@@ -1,4 +1,7 @@
-"""Events of one kind, in a fraction of the memory of their objects: a long run has hundreds of thousands of them."""
+"""Events of one kind, stored in one array per field. A long run has hundreds of thousands of them.
+
+The arrays take a fraction of the memory of one object per event.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from sarathi_pp.errors import InputError
 
 E = TypeVar("E")
 
+# Type codes of `array` for the types of fields.
 _CODES = {"int": "q", "float": "d"}
-# Texts are compressed together, since the microbatches of a run print in nearly the same words.
+# Number of texts that are compressed together. The printed microbatches of a run are nearly the same, so a block takes
+# little memory.
 _TEXTS = 512
 
 
 class _Column(Protocol):
+    """One field of all events of a Log."""
+
     def append(self, value: Any) -> None: ...
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -30,10 +37,11 @@ class _Column(Protocol):
 
 
 class Log(Sequence[E]):
-    """A sequence of events that grows at its end. Each access makes a new event, and a slice is a view.
+    """A sequence of events that grows at its end. Each access makes a new event object, and a slice is a view.
 
     Args:
-        kind: a dataclass of integers, floats and texts.
+        kind: class of the events: a dataclass whose fields are integers, floats and texts.
+        events: the first events.
     """
 
     def __init__(self, kind: type[E], events: Iterable[E] = ()) -> None:
@@ -50,11 +58,13 @@ class Log(Sequence[E]):
             try:
                 column.append(getattr(event, name))
             except OverflowError:
-                raise InputError(f"the traces are damaged: {name} of a {self._kind.__name__} is out of range") from None
+                raise InputError(
+                    f"the traces are damaged: {name} of an event {self._kind.__name__} does not fit into 64 bits"
+                ) from None
         self._length += 1
 
     def column(self, name: str) -> _Column:
-        """Return one field of all events, without making the events."""
+        """Return the values of one field of all events, without making the event objects."""
         return self._columns[self._names.index(name)]
 
     def __len__(self) -> int:
@@ -83,6 +93,8 @@ class Log(Sequence[E]):
 
 
 class _Part(Sequence[E]):
+    """A slice of a Log. It is a view: the events stay in the Log."""
+
     def __init__(self, log: Log[E], indices: range) -> None:
         self._log = log
         self._indices = indices
@@ -101,6 +113,8 @@ class _Part(Sequence[E]):
 
 
 class _Texts(Sequence[str]):
+    """A column of texts in compressed blocks. The block that was read last stays in memory."""
+
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._last: list[str] = []

@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union. Intervals may be in any order, overlap and be empty. Sorted input costs linear time."""
+    """Return the union of intervals. They may be in any order, overlap or be empty. Sorted input takes linear time."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -22,7 +22,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Return the instants that are in both."""
+    """Return the instants that are in both sets."""
     common: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -38,12 +38,12 @@ def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> list[Inter
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the seconds in all."""
+    """Return the total length of the intervals, in seconds."""
     return sum(end - begin for begin, end in intervals)
 
 
 def positions_within(instants: Sequence[float], intervals: Sequence[Interval]) -> list[int]:
-    """Return the positions of the instants, which are sorted, that are inside one of the intervals."""
+    """Return the indices of the instants that are inside one of the intervals. The instants must be sorted."""
     inside: list[int] = []
     i = 0
     for position, instant in enumerate(instants):

@@ -1,9 +1,9 @@
 """The edges between neighbouring stages: the hosts that they connect, and the transfer times of the run.
 
 A transfer lasts from the end of a microbatch's compute on one stage until all of it has arrived at the next stage. It
-includes the wait for a free send buffer, the wait for the message before it, and the way. The edge back to stage 0
-carries only tokens, or the rows of its LM head, and nothing large. If two hosts' clocks are known less exactly than a
-transfer is long, its time may be below 0.
+includes the wait for a free send buffer, the wait for the message before it, and the time on the network. The edge back
+to stage 0 carries only small messages: tokens, or the rows of the LM heads that stage 0 computes. If the offset between
+two hosts' clocks is known less exactly than a transfer is long, the transfer time may be below 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from sarathi_pp.trace.latency import Spread
 
 
 def links_of(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return one link per edge: from every stage to the next, then from the last to the first. One stage has none."""
+    """Return one link per edge, as a dictionary: from every stage to the next, then from the last to the first.
+
+    A single stage has no edges, so the list is empty.
+    """
     first, *others = timeline.stages
     if not others:
         return []

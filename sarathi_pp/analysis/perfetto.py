@@ -8,11 +8,12 @@ r"""A run as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing 
     stage 1 [8, 16) host        compute                 |=== m0 ===|    each request (asynchronous slices)
                                 idle      |- recv wait -|
 
-A flow arrow follows each microbatch from its issue through every stage and back. A microbatch that did not go the whole
-way (a killed run) has none. Neither has one whose way the aligned clocks put out of order by more than a span.
+A flow arrow follows each microbatch from its issue through every stage and back. A microbatch without a result (in a
+killed run) has no arrow. The clocks of stages are not aligned exactly. If they put a microbatch's steps out of order by
+more than a span, it has no arrow either.
 
-Times are microseconds from the start of the run window. Earlier times (requests that arrived during the set-up) are put
-at 0, because Perfetto drops everything before 0. The arguments hold the true times.
+Times are microseconds from the start of the run window. Earlier times (requests that arrived during the set-up) become
+0, because Perfetto drops everything before 0. The arguments of an event hold the true times.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished, Ret
 
 TraceEvent = dict[str, Any]
 
-# Perfetto multiplies by 1000 and drops fractions of a nanosecond. Eighths of a microsecond survive that. So slices that
-# touch here also touch in Perfetto, and never overlap.
+# A tick is an eighth of a microsecond. Perfetto multiplies times by 1000 and drops fractions of a nanosecond. An eighth
+# of a microsecond is a whole number of nanoseconds, so neighbouring slices touch in Perfetto too, and never overlap.
 _TICKS_PER_US = 8
 _TICKS_PER_S = _TICKS_PER_US * 1_000_000
 _MARK_TICKS = _TICKS_PER_US
@@ -43,12 +44,13 @@ _SEQUENCE = re.compile(r"s(\d+)")
 
 
 class _Row(NamedTuple):
-    """The row in which an event is drawn: a process and a thread of the trace."""
+    """The row in which Perfetto draws an event. Perfetto calls it a thread of a process."""
 
     pid: int
     tid: int
 
     def names(self, process: str, thread: str) -> Iterator[TraceEvent]:
+        """Yield the metadata events that give the row its names and its position."""
         for name, args in (
             ("process_name", {"name": process}),
             ("process_sort_index", {"sort_index": self.pid}),
@@ -72,7 +74,7 @@ def _idle_row(stage: StageTimeline) -> _Row:
 
 
 class _Slice(NamedTuple):
-    """One microbatch on one row, [begin, end) in ticks."""
+    """The time of one microbatch on one row: [begin, end) in ticks from the start of the run window."""
 
     microbatch: int
     begin: int
@@ -83,7 +85,7 @@ class _Slice(NamedTuple):
 
 
 def write_chrome_trace(timeline: Timeline, file: TextIO) -> None:
-    """Write the whole document, one event per line, without ever holding more of it than one event."""
+    """Write the whole JSON document, one event per line. Only one event is in memory at a time."""
     to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     separator = '{"traceEvents":[\n'
     for event in chrome_events(timeline):
@@ -95,8 +97,9 @@ def write_chrome_trace(timeline: Timeline, file: TextIO) -> None:
 def chrome_events(timeline: Timeline) -> Iterator[TraceEvent]:
     """Yield the members of `traceEvents`, row after row.
 
-    A slice of compute carries the microbatch's text form and counts, and the gap before it in seconds. gap_before_s is
-    the whole gap, which a stage's first slice does not have. gap is the part within the run window, by state.
+    A slice of compute has the microbatch's printed form, its counts, and the gap before it in seconds as arguments.
+    `gap_before_s` is the whole gap. The first slice of a stage does not have it. `gap` holds the part of the gap within
+    the run window, by state.
     """
     ruler = _Ruler(run_begin(timeline))
     flows = _Flows((event.microbatch for event in timeline.issued), _rows(timeline, ruler))
@@ -119,7 +122,11 @@ def chrome_events(timeline: Timeline) -> Iterator[TraceEvent]:
 
 @dataclass(frozen=True, slots=True)
 class _Ruler:
-    """The conversion of seconds on rank 0's clock into ticks, and into seconds from the origin."""
+    """The conversion of seconds on rank 0's clock into ticks, and into seconds from the origin.
+
+    Args:
+        origin_s: start of the run window, on rank 0's clock.
+    """
 
     origin_s: float
 
@@ -130,7 +137,7 @@ class _Ruler:
         return round(at_s - self.origin_s, 9)
 
     def marks(self, events: Iterable[Issued | Returned]) -> Iterator[_Slice]:
-        """Yield a mark at each instant, moved and shortened as little as possible, so that no two overlap."""
+        """Yield a slice of a microsecond for each event. Slices that would overlap are moved or shortened a little."""
         last: _Slice | None = None
         for event in events:
             begin = self.ticks(event.at_s)
@@ -147,7 +154,7 @@ class _Ruler:
 
 
 def _rows(timeline: Timeline, ruler: _Ruler) -> Iterator[Iterator[_Slice]]:
-    """Yield the rows in the order in which a microbatch passes them."""
+    """Yield the slices of each row, in the order in which a microbatch passes the rows: issued, stages, returned."""
     yield ruler.marks(timeline.issued)
     for stage in timeline.stages:
         yield ruler.computes(stage)
@@ -155,9 +162,10 @@ def _rows(timeline: Timeline, ruler: _Ruler) -> Iterator[Iterator[_Slice]]:
 
 
 class _Flows:
-    """Arrows along the rows, for the microbatches that pass all of them in order of time.
+    """Arrows from row to row, for the microbatches that pass all rows in order of time.
 
-    A step is inside its slice, at the start. If another clock was ahead, it is not before the step before.
+    An arrow has a step in each row, at the start of the microbatch's slice. If the clocks of two rows differ, a step is
+    moved within its slice, so that it is not earlier than the previous step.
     """
 
     def __init__(self, microbatches: Iterable[int], rows: Iterable[Iterable[_Slice]]) -> None:
@@ -171,7 +179,11 @@ class _Flows:
         self._reached = dict.fromkeys(reached, 0)
 
     def step(self, phase: str, row: _Row, span: _Slice) -> Iterator[TraceEvent]:
-        """Yield the step in this slice, if its microbatch has an arrow. Take the rows in their order."""
+        """Yield the step of an arrow in this slice, if its microbatch has an arrow. Call it row after row, in order.
+
+        Args:
+            phase: `s` starts an arrow, `t` continues it, and `f` ends it.
+        """
         if span.microbatch not in self._reached:
             return
         at = self._reached[span.microbatch] = max(self._reached[span.microbatch], span.begin)
@@ -255,7 +267,7 @@ def _heads(stage: StageTimeline, ruler: _Ruler) -> Iterator[_Slice]:
 
 
 def _mix(issued: Issued | None) -> str:
-    """Name the content of a microbatch in a word, since Perfetto colours slices by their name without its numbers."""
+    """Return one word for the content of a microbatch. Perfetto colours slices by their name, without its numbers."""
     if issued is None:
         return "compute"
     if issued.prefill_tokens and issued.decodes:
@@ -290,7 +302,10 @@ def _starved_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
 
 
 def _request_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
-    """Yield each request from arrival to end, with its phases. An unfinished one ends at the last record."""
+    """Yield each request from arrival to end, with its phases: waiting, prompt and output.
+
+    An unfinished request ends at the time of the last recorded event.
+    """
     finished = {request.index: request for request in timeline.finished}
     recorded = [stage.ends[-1] for stage in timeline.stages if stage.ends]
     recorded += [events[-1].at_s for events in (timeline.issued, timeline.returned, timeline.arrived) if events]
@@ -350,7 +365,7 @@ def _counter(name: str, at: int, **values: int) -> TraceEvent:
 
 
 def _request_changes(timeline: Timeline) -> list[tuple[float, int, int]]:
-    """Return the changes of the waiting and the running requests in order of time.
+    """Return (seconds, change of waiting requests, change of running requests) in order of time.
 
     A request runs from its first chunk to its end.
     """

@@ -1,9 +1,9 @@
-"""The report of a run with several replicas, made from their reports.
+"""The report of a run with several replicas, made from the reports of the replicas.
 
-Its window is from the first issue anywhere to the last result. A replica may start after the window's start or end
-before its end, because the others had more to do. That time is `no_work` of its stages and `ramp` of its causes.
-Latencies and request bubbles are those of all requests together. Steady figures, overlap, variations and KV use are
-means over the replicas, each from its own steady window.
+Its window is from the first issue of any replica to the last result. A replica may start after the window's start, or
+end before its end, because the others had more to do. That time counts as the state `no_work` of the replica's stages,
+and as the cause `ramp`. Latencies and request bubbles are those of all requests together. Steady figures, overlap,
+variations and KV use are means over the replicas, each from its own steady window.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sarathi_pp.analysis.summary import (
 from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.trace.latency import latency_spreads
 
+# Keys of a report that are combined by sum, mean and maximum, and keys that are listed for each replica.
 _COUNTS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens", "preemptions")
 _MEANS = ("bubble_ratio_steady", "overlap", "cost_error", "microbatch_time_cv", "microbatch_tokens_cv")
 _LARGEST = ("clock_uncertainty_s", "closing_error")
@@ -37,7 +38,7 @@ _OF_EACH = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica's part.
+    """One replica of a run, with its figures.
 
     Attributes:
         report: the report that `summarise_timeline` makes of this replica.
@@ -49,7 +50,7 @@ class Replica:
 
     @classmethod
     def fold(cls, timeline: Timeline, fit: CostFit = None) -> Replica:
-        """Measure one replica and make its report. Raises like `summarise`."""
+        """Return one replica with its bubbles and its report. Raise the errors of `summarise`."""
         bubbles = measure_bubbles(timeline)
         return cls(timeline, bubbles, summarise_timeline(timeline, bubbles, fit))
 
@@ -59,7 +60,7 @@ class Replica:
 
     @property
     def offset_s(self) -> float:
-        """Offset from its leader's clock to the run's."""
+        """Seconds that are added to the clock of the replica's leader to get the run's clock."""
         return self.timeline.stages[0].start.replica_offset_s
 
     @property
@@ -70,9 +71,10 @@ class Replica:
 
 
 def summarise_replicas(replicas: Sequence[Replica]) -> Report:
-    """Return one report of all replicas: the keys of one pipeline's report, `replicas`, and keys that follow from it.
+    """Return one report of all replicas. A replica that was lost has no part in its figures.
 
-    A lost replica has no part in it.
+    The report has the keys of one pipeline's report, and in addition `replicas`, `lost_replicas` and `per_replica`. For
+    a run with a single replica, return the report of that replica.
     """
     num_replicas = replicas[0].timeline.stages[0].start.num_replicas
     if num_replicas == 1:
@@ -113,6 +115,7 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
 
 
 def _stages(replica: Replica, window: Interval) -> list[Report]:
+    """Return the report of each stage of a replica, over the window of the whole run, on the run's clock."""
     wall_s, more_s = window[1] - window[0], window[1] - window[0] - replica.bubbles.wall_s
     own = window[0] - replica.offset_s, window[1] - replica.offset_s
     return [

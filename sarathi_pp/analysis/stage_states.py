@@ -1,13 +1,13 @@
-"""Each span in which a stage computed nothing, and what it waited for: the states that `bubbles` adds up.
+"""Each span in which a stage computed nothing, with its state: what the stage waited for. `bubbles` adds them up.
 
     end of the compute before m                                        start of m
     |-- send_wait --|---- no_work ----|---- recv_wait ----|---- host ----|
       no free send    until m is        until m's input     until m
       buffer          issued (rank 0)   is complete here    starts
 
-A recorded send wait wins at any place in a gap. After a stage's last compute all is no_work. An LM head that the first
-stage computes for the last one is compute too. The time before it is no_work until its rows are complete here, then
-host.
+A recorded send wait wins at any place in a gap. After a stage's last compute, all time is no_work. An LM head that the
+first stage computes for the last one is compute too. The time before it is no_work until its input rows are complete on
+the first stage, then host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Idle(NamedTuple):
     """A span in which a stage computed nothing, in seconds on rank 0's clock.
 
     Attributes:
-        position: position of the compute that ends the gap; None after the last one.
+        position: index of the compute that ends the gap, in the arrays of StageTimeline; None after the last compute.
     """
 
     state: IdleState
@@ -58,9 +58,12 @@ def idle_spans(stage: StageTimeline, window: Interval) -> Iterator[Idle]:
 
 
 def gap_before(stage: StageTimeline, position: int) -> float | None:
-    """Return the seconds from the end of the compute before to the start of this one, less LM heads.
+    """Return the seconds from the end of a stage's previous compute to the start of a compute.
 
-    The first compute has no gap and gets None.
+    LM heads in between are subtracted. Return None for the first compute, which has no gap.
+
+    Args:
+        position: index of the compute in the arrays of StageTimeline.
     """
     if not position:
         return None
@@ -72,6 +75,7 @@ def gap_before(stage: StageTimeline, position: int) -> float | None:
 def _gap(
     gap: Interval, issued: float, arrived: float, send_waits: list[Interval], position: int | None
 ) -> Iterator[Idle]:
+    """Yield the idle spans of one gap: the send waits in it, and the other states between them."""
     begin, end = gap
     for index in range(bisect_right(send_waits, begin, key=_wait_end), len(send_waits)):
         wait_begin, wait_end = send_waits[index]
@@ -84,9 +88,11 @@ def _gap(
 
 
 def _split(begin: float, end: float, issued: float, arrived: float, position: int | None) -> Iterator[Idle]:
+    """Yield no_work until the issue, recv_wait until the arrival of the input, and host until `end`."""
     if begin >= end:
         return
-    # Clocks are not aligned exactly. An input cannot be here before it was issued, so the issue moves to its arrival.
+    # Clocks are not aligned exactly. An input cannot arrive before its microbatch is issued. If it seems so, the issue
+    # is moved to the arrival.
     issued = min(max(min(issued, arrived), begin), end)
     arrived = min(max(arrived, begin), end)
     states: tuple[IdleState, ...] = ("no_work", "recv_wait", "host")

@@ -1,4 +1,4 @@
-"""One run as one JSON document, report.json: a pure fold of its traces.
+"""The report of one run as a JSON document, report.json. It is computed from the traces alone.
 
 Figures that do not exist (no result, no steady window, no second token) are null. Throughput counts the tokens of
 completed requests over the run window. Loading and reporting are outside it.
@@ -30,8 +30,9 @@ SCHEMA = "sarathi-pp/report/1"
 RUNS_SCHEMA = "sarathi-pp/runs/1"
 
 _CLOSING_TOLERANCE = 0.01
-# Fields of Totals.
+# Fields of Totals that are summed over replicas.
 _SUMS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens")
+# Number of cells of `busy_strip`, a stage's load over time.
 STRIP_CELLS = 64
 _UNFITTED = ("the run has too few microbatches to fit a cost model: no causes and no advice; run more requests",)
 
@@ -47,7 +48,7 @@ class FittedCost(Protocol):
     def error(self) -> float: ...
 
 
-# None: there was no attempt to fit one.
+# None: there was no attempt to fit a cost model. "too short": the run has too few microbatches for it.
 CostFit = FittedCost | Literal["too short"] | None
 
 
@@ -57,9 +58,9 @@ def summarise(
     """Return the report of one run from its traces, one per stage, as files or as events.
 
     Args:
-        facts: further keys that no trace holds (model, versions, input lines that an earlier attempt did). They replace
-            computed ones.
-        fit: the cost model that finds the causes. Without it they are null.
+        facts: further keys of the report that no trace holds (model, versions, input lines that an earlier attempt has
+            answered). They replace computed keys of the same name.
+        fit: cost model from which the causes of the bubble are computed. Without it, the causes are null.
 
     Raises:
         InputError, MissingError: the traces cannot be used.
@@ -69,7 +70,7 @@ def summarise(
 
 
 def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
-    """Read the traces of one run. Raises InputError or MissingError if they cannot be used."""
+    """Return the timeline of one run from its traces. Raises InputError or MissingError if they cannot be used."""
     if not traces:
         raise InputError("there are no traces; a report needs one per stage")
     timeline = Timeline.read(read_trace(trace) if isinstance(trace, Path) else trace for trace in traces)
@@ -78,7 +79,7 @@ def read_timeline(traces: Sequence[Path | Iterable[Event]]) -> Timeline:
 
 
 def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None) -> Report:
-    """Return the report of a run that is already read and measured."""
+    """Return the report of a run from its timeline and its bubbles. See `summarise` for `fit`."""
     settings = timeline.stages[0].start
     fitted = fit if fit != "too short" else None
     return {
@@ -134,12 +135,12 @@ def _throughput(timeline: Timeline, wall_s: float) -> Report:
 
 
 def whole_run(replicas: Sequence[tuple[Timeline, float]]) -> dict[str, Report]:
-    """Return `whole_run`, the counts and rates of a run with a cut trace.
+    """Return the key `whole_run`: the counts and rates of the whole run, if a trace holds only its first part.
 
-    It is empty if no trace was cut, or if a replica ended without its totals.
+    Return an empty dictionary if no trace was cut, or if a replica ended without its totals.
 
     Args:
-        replicas: the timeline of each, and the offset from its leader's clock to the run's.
+        replicas: for each replica, its timeline, and the seconds from its leader's clock to the run's clock.
     """
     parts = [(timeline.totals, offset_s) for timeline, offset_s in replicas if timeline.totals is not None]
     if len(parts) < len(replicas) or not any(timeline.is_cut for timeline, _ in replicas):
@@ -180,12 +181,15 @@ def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
 
 
 def _hit_rate(hits: int | None, misses: int | None) -> float | None:
-    """Return the share of microbatches that a graph ran; None without graphs or microbatches."""
+    """Return the share of microbatches that a CUDA graph computed; None without CUDA graphs or microbatches."""
     return hits / (hits + misses) if hits is not None and misses is not None and hits + misses else None
 
 
 def _variation(timeline: Timeline, bubbles: Bubbles) -> Report:
-    """Return the steady microbatches' coefficients of variation: of the time on the slowest stage, of the tokens."""
+    """Return two coefficients of variation over the microbatches of the steady window.
+
+    One is of their times on the slowest stage, the other of their numbers of tokens.
+    """
     stage = timeline.stages[bubbles.slowest_stage]
     positions = bubbles.steady_positions[bubbles.slowest_stage]
     issued = (timeline.issued.column(name) for name in ("microbatch", "prefill_tokens", "decodes"))
@@ -203,7 +207,7 @@ def _cv(values: Sequence[float]) -> float | None:
 
 
 def _kv(timeline: Timeline) -> Report:
-    """Return KV use, sampled at each issue. Each sample holds until the next one or the window's end."""
+    """Return the use of KV pages. It is recorded at each issue, and counts until the next issue or the window's end."""
     settings = timeline.stages[0].start
     begin, window_end = timeline.window
     issued = [timeline.issued.column(name) for name in ("at_s", "pages_used", "tokens_held")]
@@ -229,7 +233,7 @@ def _clock_uncertainty(stage: StageTimeline) -> float:
 
 
 def _notes(timeline: Timeline, bubbles: Bubbles) -> list[str]:
-    """Return what a reader must know before believing the figures. Empty if nothing is in doubt."""
+    """Return warnings about the figures, such as stages that shared cores. Empty if nothing is in doubt."""
     measured = list(enumerate(bubbles.stages))
     shared = {i: stage.cpu_ratio for i, stage in measured if stage.cores_shared}
     open_sums = {i: stage.closing_error for i, stage in measured if stage.closing_error > _CLOSING_TOLERANCE}
@@ -251,7 +255,7 @@ def _notes(timeline: Timeline, bubbles: Bubbles) -> list[str]:
 
 
 def _cut_note(timeline: Timeline) -> str:
-    """Name the part of the run that the figures cover."""
+    """Return the warning that names the part of the run that the figures cover."""
     slow = any(stage.cut == "queue" for stage in timeline.stages)
     why = "the disk did not take events in time" if slow else "a trace has its largest size"
     part, totals = f"the first {timeline.num_returned:,}", timeline.totals

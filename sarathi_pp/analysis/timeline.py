@@ -1,4 +1,4 @@
-"""The traces of one run, read once and put on rank 0's clock. Every figure is computed from them."""
+"""The traces of one run, read once, with all times converted to rank 0's clock. All figures are computed from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ _COPY_AGAIN = "if they were copied, copy them again"
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The conversion of one rank's times to rank 0's: the offset at `anchor_s`, with a drift in seconds per second."""
+    """The conversion of one rank's times to rank 0's clock.
+
+    Attributes:
+        anchor_s: a time on the rank's own clock.
+        offset_s: seconds to add at that time.
+        drift: change of the offset, in seconds per second.
+    """
 
     anchor_s: float
     offset_s: float
@@ -43,7 +49,10 @@ class Alignment:
 
     @classmethod
     def of(cls, start: TraceStart, end: TraceEnd | None) -> Alignment:
-        """Return the alignment from both ends of a trace. A trace that was cut off keeps its first offset."""
+        """Return the conversion from the offsets that both ends of a trace hold.
+
+        If the trace has no end, the offset at its start counts for all times.
+        """
         if end is None or end.at_s <= start.at_s:
             return cls(start.at_s, start.clock_offset_s, 0.0)
         drift = (end.clock_offset_s - start.clock_offset_s) / (end.at_s - start.at_s)
@@ -59,7 +68,13 @@ def _seconds() -> array[float]:
 
 @dataclass(slots=True)
 class Heads:
-    """The LM heads that a first stage has computed for the last one. Parallel arrays in the order of `starts`."""
+    """The LM heads that the first stage has computed for the last one. Parallel arrays in the order of `starts`.
+
+    Attributes:
+        microbatches: index of each microbatch.
+        arrived: seconds at which the head's input, the rows of the last stage, was complete.
+        starts, ends: seconds at which the computation started and ended.
+    """
 
     microbatches: array[int] = field(default_factory=lambda: array("q"))
     arrived: array[float] = field(default_factory=_seconds)
@@ -73,6 +88,7 @@ class Heads:
         self.ends.append(head.end_s)
 
     def align(self, clock: Alignment) -> None:
+        """Convert all times to rank 0's clock, and sort by start."""
         order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
         self.microbatches = array("q", [self.microbatches[i] for i in order])
         for name in ("arrived", "starts", "ends"):
@@ -90,7 +106,7 @@ class Heads:
         return zip(self.starts, self.ends, strict=True)
 
     def seconds(self) -> dict[int, float]:
-        """Return the seconds of the LM heads, by microbatch."""
+        """Return the seconds of the LM heads, by index of the microbatch."""
         lengths = map(sub, self.ends, self.starts)
         return dict(zip(self.microbatches, lengths, strict=True))
 
@@ -100,13 +116,16 @@ class StageTimeline:
     """The work of one stage, on rank 0's clock. The arrays are parallel, in the order of `starts`.
 
     Attributes:
-        cut: the reason why the trace holds only the first part of the run.
-        microbatches: indices.
-        issued, arrived, starts, ends: seconds.
-        send_waits: sorted and disjoint.
-        cpu_s: thread CPU time of the spans that have one, summed.
+        cut: the reason why the trace holds only the first part of the run; None if it holds the whole run.
+        microbatches: index of each microbatch that the stage computed.
+        issued: seconds at which the coordinator issued it.
+        arrived: seconds at which its input was complete on this stage.
+        starts, ends: seconds at which the stage started and ended its compute.
+        send_waits: intervals in which no send buffer was free, sorted and disjoint.
+        heads: LM heads that this stage computed for the last one. Only the first stage has some.
+        cpu_s: CPU seconds of the computing thread, summed over the spans for which they are known.
         spanned_s: length of the same spans, summed, without collective_s.
-        collective_s: time of sums over the stage's ranks; None if the stage has a single rank.
+        collective_s: seconds of sums over the ranks of the stage; None if the stage has a single rank.
     """
 
     start: TraceStart
@@ -142,11 +161,11 @@ class StageTimeline:
             self.spanned_s += head.end_s - head.start_s
 
     def busy(self) -> list[Interval]:
-        """Return when the stage computed, LM heads included: sorted and disjoint."""
+        """Return the intervals in which the stage computed layers or LM heads, sorted and disjoint."""
         return merge(chain(zip(self.starts, self.ends, strict=True), self.heads.spans()))
 
     def align(self) -> None:
-        """Put the local times on rank 0's clock, in order of start. `issued` is on that clock already."""
+        """Convert the local times to rank 0's clock, and sort by start. `issued` is on that clock already."""
         clock = Alignment.of(self.start, self.end)
         order = sorted(range(len(self.starts)), key=self.starts.__getitem__)
         self.microbatches = array("q", [self.microbatches[i] for i in order])
@@ -160,7 +179,12 @@ class StageTimeline:
 
 @dataclass(slots=True)
 class Timeline:
-    """One run: its stages in order, and what rank 0 alone recorded, in the order of recording."""
+    """One run of one pipeline: the work of its stages in order, and the events that only rank 0 records.
+
+    Attributes:
+        issued, returned, arrived, finished, starved: events of rank 0, in the order of recording.
+        rows_refused: number of input lines that were refused before they became requests.
+    """
 
     stages: list[StageTimeline] = field(default_factory=list)
     issued: Log[Issued] = field(default_factory=lambda: Log(Issued))
@@ -175,11 +199,11 @@ class Timeline:
     def read(cls, traces: Iterable[Iterable[Event]]) -> Timeline:
         """Read the traces of one run, one per stage, in any order.
 
-        Traces end at different instants if they were cut, or if the run continues or was killed. Records of rank 0
-        about the time after the shortest trace are left out.
+        Traces end at different instants if they were cut, or if the run continues or was killed. Events of rank 0 after
+        the end of the shortest trace are left out.
 
         Raises:
-            InputError: a stage is missing or doubled, or a trace does not name its stage.
+            InputError: a stage has no trace or several, or a trace does not begin with its stage.
         """
         timeline = cls()
         for events in traces:
@@ -206,9 +230,11 @@ class Timeline:
         return sum(microbatch <= reach for microbatch in self.returned.column("microbatch"))
 
     def back_s(self) -> array[float]:
-        """Return when the last stage's output of each microbatch was complete on rank 0: tokens, or LM head rows.
+        """Return, for each microbatch, the seconds at which the last stage's output was complete on rank 0.
 
-        Tokens that had to wait for an earlier LM head are reported only after it. They are taken to have come at once.
+        The output is tokens, or the input rows of an LM head. Rank 0 handles results in order. So tokens that arrive
+        during an earlier LM head are recorded only after it. Their true arrival is not known. For them, return the time
+        at which the last stage ended its compute.
         """
         returned, ends = self.returned.column("at_s"), self.stages[-1].ends
         back = array("d", returned)
@@ -222,7 +248,13 @@ class Timeline:
         return back
 
     def microbatch_seconds(self, stage: int) -> list[float]:
-        """Return the time of each microbatch on a stage. On the last one it includes the LM head, wherever computed."""
+        """Return the seconds that a stage spent on each microbatch.
+
+        On the last stage they include the LM head, even if the first stage computed it.
+
+        Args:
+            stage: index of the stage.
+        """
         own = self.stages[stage]
         moved = self.stages[0].heads.seconds() if stage == len(self.stages) - 1 else {}
         spans = zip(own.microbatches, own.starts, own.ends, strict=True)
@@ -230,17 +262,17 @@ class Timeline:
 
     @property
     def window(self) -> Interval:
-        """The run window: first issue to last result. It is empty, (0, 0), if nothing came back."""
+        """The run window, from first issue to last result, on rank 0's clock. It is (0, 0) if there is no result."""
         results = self.returned[: self.num_returned]
         if not results or not self.issued:
             return (0.0, 0.0)
         return (self.issued[0].at_s, max(results[-1].at_s, self.issued[0].at_s))
 
     def check_order(self) -> None:
-        """Check that the lists hold the microbatches that came back in the order 0, 1, 2, ...
+        """Check that all microbatches with a result were issued, computed and returned in the order 0, 1, 2, ...
 
         Raises:
-            InputError: a list does not, or a span ends before it starts.
+            InputError: another order in the traces, or a span that ends before it starts.
         """
         for stage in self.stages:
             for index, (begin, end) in enumerate(zip(stage.starts, stage.ends, strict=True)):
@@ -264,7 +296,7 @@ class Timeline:
                     )
 
     def _check_heads(self, stage: StageTimeline) -> None:
-        """Check that only the first stage has LM heads, in order, each of a microbatch that came back."""
+        """Check that only the first stage has LM heads, in order, each of a microbatch with a result."""
         heads = stage.heads
         in_order = all(before < after for before, after in pairwise((-1, *heads.microbatches)))
         if heads.microbatches and (stage.start.stage or not in_order or heads.microbatches[-1] >= len(self.returned)):
@@ -277,10 +309,10 @@ class Timeline:
             )
 
     def _cut(self) -> None:
-        """Drop the results and finished requests after the last line of the shortest trace.
+        """Drop the results and finished requests after the last event of the shortest trace.
 
-        Results may show that a stage continued after its last line. It would otherwise count as idle, and tokens would
-        count without the compute for them.
+        Results may show that a stage continued after the last event of its trace. Without the cut, the stage would
+        count as idle in that time, and tokens would count although their compute is in no trace.
         """
         newest = max(self.returned.column("microbatch"), default=-1)
         open_ended = [stage for stage in self.stages if stage.end is None or stage.cut]
@@ -292,7 +324,7 @@ class Timeline:
             stage.heads.cut(len(self.returned))
 
     def add(self, stage: StageTimeline, event: Event) -> None:
-        """Take in one event of a stage. Call `stage.align()` after the last one."""
+        """Store one event from the trace of a stage. Call `stage.align()` after the last one."""
         if isinstance(event, Compute):
             stage.add(event)
         elif isinstance(event, Head):
@@ -311,7 +343,9 @@ class Timeline:
         for event in events:
             if stage is None:
                 if not isinstance(event, TraceStart):
-                    raise InputError(f"a trace must begin with TraceStart; this one begins with {type(event).__name__}")
+                    raise InputError(
+                        f"a trace must begin with the event start; this one begins with {type(event).__name__}"
+                    )
                 _check_sizes(event)
                 stage = StageTimeline(event)
             else:
@@ -344,7 +378,7 @@ class Timeline:
 
 
 def _check_sizes(start: TraceStart) -> None:
-    """Raise InputError for sizes that no run had."""
+    """Raise InputError if the first event of a trace has a size below 1, which no run can have."""
     layers = start.layers[1] - start.layers[0]
     sizes = {"chunk size": start.chunk_size, "microbatches in flight": start.inflight, "page size": start.page_size}
     for name, size in {**sizes, "layers": layers}.items():

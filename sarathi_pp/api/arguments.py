@@ -1,7 +1,7 @@
 """The arguments of an LLM: their names, and error messages about them.
 
-Most error messages are written for the command line, because a rank gets only the text of another rank's error. An LLM
-rewrites them with the names of arguments:
+Most error messages name options of the command line. A message often comes as text from another rank, which does not
+know whether a command or a Python program has started the run. So an LLM rewrites messages with names of arguments:
 
     --kv-cache-memory 12MiB or less, more --stages      kv_cache_memory_bytes='12MiB' or less, more stages
 """
@@ -67,6 +67,7 @@ _OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "request_rate": ((math.inf,), "all prompts of a call arrive at once. Use the command `sarathi-pp generate`"),
     "tbt_slo": ((), "it belongs to the policy. Write policy='balanced:tbt_slo=SECONDS'"),
 }
+# Names of sampling parameters, which belong to SamplingParams and not to an LLM.
 _OF_SAMPLING = {*(name for one in fields(SamplingParams) for name in names_of(one.name)), *UNSUPPORTED_SAMPLING}
 
 _CHOICES = {
@@ -83,7 +84,7 @@ _FIELDS = {option_of(one.name): one.name for kind in (RunConfig, SamplingParams)
 _OPTION = re.compile("|".join(sorted((rf"{re.escape(option)}(?![\w-])" for option in _FIELDS), key=len, reverse=True)))
 _NUMBER = re.compile(r" (\d+(?:,\d+)+|\d+(?:\.\d+)?(?:[KMGT]i?B)?)(?![\w])")
 _QUOTED = re.compile(r" '[^']*'")
-# Advice that only the command can follow.
+# Parts of messages that are advice for users of the command. They are removed.
 _FOR_COMMANDS = re.compile(r',? and (?:run again with )?--resume(?: --retry-errors)?|"\w+": \S+ in the line, or ')
 
 
@@ -92,7 +93,7 @@ class Arguments:
 
     def __init__(self, model: object, stages: object, options: Mapping[str, object]) -> None:
         self._given = {"model": model, **({} if stages is None else {"stages": stages}), **options}
-        self._names = {ALIASES.get(name, name): name for name in self._given}  # by field
+        self._names = {ALIASES.get(name, name): name for name in self._given}  # from a field to the name that was used
 
     def config(self) -> RunConfig:
         """Return the configuration that the arguments describe.
@@ -173,7 +174,10 @@ class Arguments:
         return None, at
 
     def _values(self, field_name: str) -> list[str]:
-        """Return the text that was given for a field, and its parts up to each colon, the longest first."""
+        """Return the text that the program gave for a field, and its beginnings up to each colon, the longest first.
+
+        A message may quote only a beginning of the text, such as the name of a policy without its options.
+        """
         value = self._given.get(self._names.get(field_name, field_name))
         if not isinstance(value, (str, os.PathLike)):
             return []

@@ -1,4 +1,4 @@
-"""One call of an LLM: its rows, the queue of its answers, and its progress on a terminal."""
+"""One call of an LLM: the queue through which its answers reach the caller."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from sarathi_pp.inputs.row import Row
 from sarathi_pp.process.call_thread import Call
 from sarathi_pp.text.tokenizer import Tokenizer
 
-# A caller that waits for an answer checks at this interval if the call has ended.
+# A caller that waits for an answer checks at this interval, in seconds, whether the call has ended.
 _LOOK_S = 0.2
 
 
 class Answers:
-    """The sink of one call. The caller reads the answers from it in another thread. See Sink.
+    """The sink of one call, to which the engine gives its answers. The caller reads them in another thread. See Sink.
 
     Args:
-        lines: the prompts.
+        lines: the prompts of the call, in order.
+        tokenizer: turns output tokens into text.
     """
 
     def __init__(self, lines: Sequence[ParsedLine], tokenizer: Tokenizer) -> None:
@@ -32,7 +33,11 @@ class Answers:
         self.num_ended = 0
 
     def start(self, rows: Sequence[Row]) -> None:
-        """Store the first line number of the prompts' rows, which are in order."""
+        """Store the line number of the first prompt, from which `index` in the answers counts.
+
+        Args:
+            rows: one row per prompt, in order.
+        """
         self._first_line = rows[0].line if rows else 0
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:

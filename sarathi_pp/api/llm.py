@@ -48,17 +48,19 @@ from sarathi_pp.run.setup import Member, agree_on_start
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 
-# An interrupted call has this time to end its microbatch and clean up. Then the interrupt is raised.
+# Seconds in which an interrupted call may end its microbatch and clean up. Then the interrupt is raised.
 _ABORT_S = 5.0
-# A report waits up to _TRACES_S until the traces hold all answers, and reads them every _LOOK_S. The answers of a lost
-# replica are in no trace that is read. Then the wait is _WRITTEN_S, the time that writing usually takes.
+# A report waits up to _TRACES_S seconds until the traces hold all answers, and reads them every _LOOK_S seconds.
+# Answers of a lost replica are in no trace that is read. After a loss, it waits for _WRITTEN_S, which writing usually
+# takes.
 _TRACES_S = 5.0
 _WRITTEN_S = 1.0
 _LOOK_S = 0.1
-# Time for the thread of a closed LLM to end. It has no more work.
+# Seconds in which the thread of a closed LLM may end. It has no more work.
 _TIDY_S = 5.0
 # Only one LLM is set up at a time, because that changes the environment and torch's number of threads.
 _one_set_up = threading.Lock()
+# Held by the one LLM that may be open on ranks that torchrun has started.
 _among_ranks = threading.Lock()
 
 
@@ -124,7 +126,7 @@ class LLM:
         """Start the workers, join them and load this rank's stage.
 
         Args:
-            joined: receives the cleanup that leaves the other ranks.
+            joined: receives the cleanup that closes the connections to the other ranks.
             started: True if torchrun has started the ranks.
         """
         config, workers = checked.config, self._workers
@@ -273,7 +275,11 @@ class LLM:
         return self._final
 
     def _finish(self, last: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Call `last` and release everything, in the thread that no signal interrupts."""
+        """Call `last` and release everything, in the thread that no signal interrupts. A second call only waits.
+
+        Args:
+            last: the work before the release. It returns the report, or None if there is no report.
+        """
 
         def work(call: Call[dict[str, Any] | None]) -> dict[str, Any] | None:
             if self._closed:
@@ -392,6 +398,7 @@ class LLM:
             raise ConfigError("this LLM is closed. Make a new one")
 
     def _row(self, maker: RequestMaker, line: ParsedLine, params: SamplingParams | None) -> Row:
+        """Return the row of a prompt. Its number counts from the start of this LLM."""
         index = self._next_index
         self._next_index += 1
         numbered = replace(line, line=index + 1, id=index, overrides=asdict(params) if params else {})
@@ -439,7 +446,7 @@ def _check(arguments: Arguments, stages: int | None, env: RankEnvironment | None
 
 
 def _check_run_dir(path: Path) -> None:
-    """Refuse the directory of an earlier run."""
+    """Refuse a run directory that an earlier run has used."""
     try:
         RunDirectory.check(path, overwrite=False)
     except ConfigError:
@@ -448,7 +455,7 @@ def _check_run_dir(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Calling:
-    """The stop check of one call. A call never stops in order: an error ends it."""
+    """The stop check of one call. A call that must stop raises an error, and does not finish its running requests."""
 
     llm: LLM
     call: Call[None]

@@ -32,7 +32,7 @@ class RequestOutput:
         prompt_token_ids: ids of the prompt. Empty if the prompt cannot run.
         outputs: one output. Empty if the prompt cannot run.
         error: the reason why the prompt cannot run. None if it ran.
-        metrics: seconds of this request, by name. None for times that do not exist.
+        metrics: latencies of this request in seconds, by name, such as `ttft_s`. None for times that do not exist.
         index: position of the prompt in the call.
         request_id: number of the request since the LLM was made, as text.
     """

@@ -34,7 +34,7 @@ _OTHERS = {
 
 
 def prompt_lines(prompts: Prompt | Sequence[Prompt]) -> list[ParsedLine]:
-    """Return one line per prompt.
+    """Return one parsed line per prompt. The form is that of input lines, so both are handled in the same way.
 
     Raises:
         ConfigError: the argument is neither a prompt nor a list of prompts.
@@ -49,7 +49,7 @@ def prompt_lines(prompts: Prompt | Sequence[Prompt]) -> list[ParsedLine]:
 
 
 def chat_lines(messages: Messages | Sequence[Messages]) -> list[ParsedLine]:
-    """Return one line per conversation."""
+    """Return one parsed line per conversation."""
     if messages and isinstance(messages[0], dict):
         return [ParsedLine(0, None, "own", messages=cast(Messages, messages))]
     return [ParsedLine(0, None, "own", messages=chat) for chat in cast(Sequence[Messages], messages)]
@@ -58,7 +58,7 @@ def chat_lines(messages: Messages | Sequence[Messages]) -> list[ParsedLine]:
 def params_of_each(
     given: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams | None]:
-    """Return the parameters of each of `count` prompts.
+    """Return the sampling parameters of each of `count` prompts; None for a prompt that gets the model's defaults.
 
     Raises:
         ConfigError: the argument has a wrong type, or the number of parameters is not `count`.
@@ -86,7 +86,7 @@ def _prompt_line(prompt: object) -> ParsedLine:
 
 
 def _content(prompt: Mapping[str, object]) -> object:
-    """Return the text or the token ids of a dictionary."""
+    """Return the text or the token ids that the dictionary of a prompt holds."""
     given = {key: value for key, value in prompt.items() if value is not None}
     for key in given:
         if key in _OTHERS:

@@ -1,4 +1,4 @@
-"""The progress of an LLM on a terminal. Elsewhere nothing is shown, and warnings go to the log."""
+"""The progress of an LLM on a terminal. If standard error is no terminal, nothing is shown. Warnings go to the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Terminal:
         self.activity = Activity()
 
     def loading(self) -> StatusLine:
-        """Return a line that shows the activity until it is closed. Use it as a context manager."""
+        """Return a status line, which shows what the LLM does at the moment. Use it as a context manager."""
         return StatusLine(self._console, self.activity, shown=self._shown)
 
     @contextmanager

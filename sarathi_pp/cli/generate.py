@@ -119,6 +119,7 @@ def _with_scratch(batch_options: BatchOptions, env: RankEnvironment | None, held
 
 
 def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
+    """Return the advice for a run that is stopped: the command that resumes it, if that is possible."""
     from sarathi_pp.inputs.input_file import is_stream
 
     if any(map(is_stream, (options["input_path"], options["output_path"]))):
@@ -131,6 +132,7 @@ def _how_to_resume(options: dict[str, Any], *, under_torchrun: bool) -> str:
 
 
 def _start(options: dict[str, Any]) -> Start:
+    """Return the way in which the options treat an existing output: resume it, replace it, or refuse it ("new")."""
     if options["resume"] and options["overwrite"]:
         raise click.UsageError("--resume continues an output and --overwrite replaces it; give only one of them")
     for name in ("retry_errors", "force"):
@@ -140,6 +142,7 @@ def _start(options: dict[str, Any]) -> Start:
 
 
 def _launch(batch_options: BatchOptions, display: BatchConsoleDisplay, max_restarts: int) -> int:
+    """Check everything that needs no model, start the ranks, and return the exit code of the run."""
     from sarathi_pp.distributed.environment import mesh_of
     from sarathi_pp.distributed.launcher import descriptors_of, launch
     from sarathi_pp.run.batch import end_if_finished

@@ -17,7 +17,8 @@ from sarathi_pp.cli import stdout
 from sarathi_pp.distributed.environment import speaks_for_host
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, MissingError, OutputError, SarathiError
 
-# Each is the function of the same name in sarathi_pp.cli.NAME. Help lists the commands that have a line of help.
+# The commands, each with its line in the help. A command without a line is hidden. The command NAME is the function
+# NAME in the module sarathi_pp.cli.NAME.
 _COMMANDS = {
     "generate": "Answer a file of prompts with a pipeline of stages.",
     "report": "Show the bubble report of a run.",
@@ -31,7 +32,7 @@ _COMMANDS = {
     "agent": None,
 }
 
-# Error numbers of a full disk. They come from inside the library that prints.
+# Error numbers of a full disk. An OSError with one of them may come from the library that prints.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -100,7 +101,7 @@ def _check_folder() -> None:
     """Check that the current directory exists. Without it, libraries that are loaded later would end the process.
 
     Raises:
-        MissingError: it has been removed.
+        MissingError: the directory has been removed.
     """
     try:
         os.getcwd()

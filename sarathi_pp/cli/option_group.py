@@ -46,7 +46,7 @@ class Option:
 
 
 class OptionGroup:
-    """The options of one section of the help. A command takes all, some, or one with other settings."""
+    """The options of one section of the help. A command uses all of them, some, or an option with changed settings."""
 
     def __init__(self, title: str, *options: Option) -> None:
         self.title = title
@@ -88,7 +88,7 @@ class SectionedGroup(click.Group):
 
 
 def _write_sections(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Write the options of a command in the order of its groups."""
+    """Write the help of a command's options, with one section per group."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)

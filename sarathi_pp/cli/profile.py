@@ -108,7 +108,11 @@ class _ProfileDisplay(ConsoleDisplay):
 
 
 def render_profile(found: Mapping[str, Any]) -> RenderableType:
-    """Return the tables of a profile with its measurement, as calibrate.py makes it. They fit 80 columns."""
+    """Return the tables of a profile and its measurement, which fit 80 columns.
+
+    Args:
+        found: the dictionary that `_write_profile` of tuning/calibrate.py returns.
+    """
     parts: list[RenderableType] = [_headline(found), "", _stages(found), "", _throughput(found)]
     if found["disturbed"] is not None and found["disturbed"] > 0.1:
         note = f"note: cores were shared in {found['disturbed']:.0%} of the spans; their CPU time was taken instead"
@@ -148,7 +152,7 @@ def _tile(found: Mapping[str, Any]) -> str:
 
 
 def _throughput(found: Mapping[str, Any]) -> Table:
-    """Return the table of prompt throughput by size of the microbatch, for powers of two."""
+    """Return the table of prompt tokens per second by size of the microbatch, for sizes that are powers of two."""
     shown = [(size, rate) for size, rate in found["throughput"] if size & (size - 1) == 0]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tokens", style="dim", no_wrap=True)

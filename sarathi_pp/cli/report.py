@@ -97,7 +97,7 @@ def page_parts(title: str, run: Run) -> list[PagePart]:
 
 
 def _each(path: Path, run: Run) -> list[tuple[Path, Replica]]:
-    """Return one file per replica. With several replicas, run.json becomes run.replica-0001.json."""
+    """Return the path of one file per replica. With several replicas, a.csv becomes a.replica-0001.csv and so on."""
     if len(run.replicas) == 1:
         return [(path, run.replicas[0])]
     if path == _STDOUT:

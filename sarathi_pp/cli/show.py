@@ -89,10 +89,12 @@ class ConsoleDisplay:
             self._console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
+        """Print a line, also with --quiet."""
         with suppress(OSError), self._status.hidden():
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
+        """Print a line, unless the command has --quiet."""
         if not self._quiet:
             self.note(text)
 
@@ -129,7 +131,7 @@ class ConsoleDisplay:
             self.print_document(report)
 
     def render(self, report: dict[str, Any]) -> RenderableType:
-        """Make the table of a report."""
+        """Return the table of a report."""
         return render(report)
 
     def print_document(self, report: dict[str, Any]) -> None:
@@ -153,16 +155,21 @@ class ConsoleDisplay:
 
 
 class BatchConsoleDisplay(ConsoleDisplay):
-    """The display of `generate`, which also folds the report."""
+    """The display of `generate`, which also computes the report at the end."""
 
     def fold(self, finished: FinishedRun) -> dict[str, Any]:
-        """Fold the traces of the run into its report, which its directory keeps."""
+        """Compute the report of the run from its traces, and keep it in the run directory."""
         from sarathi_pp.report.run_reader import analyse  # slow to import, and only rank 0 needs it at the end
 
         return finished.keep(analyse(finished.traces, finished.facts))
 
     def nothing_left(self, num_rows: int, num_errors: int) -> None:
-        """Say that the output already has a line for each row of the input."""
+        """Say that the output already has a line for each input line.
+
+        Args:
+            num_rows: number of output lines.
+            num_errors: number of error lines among them.
+        """
         if not self._quiet:
             errors = f" ({num_errors} of them an error; --retry-errors runs those again)" if num_errors else ""
             self.note(f"all {num_rows} rows have a line{errors}; nothing to do")

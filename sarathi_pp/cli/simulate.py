@@ -116,7 +116,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
 
 
 def _bound(policy: PolicySpec, tbt_slo_s: float | None) -> PolicySpec:
-    """Return the policy with the bound if it can keep a bound, otherwise the same policy."""
+    """Return the policy with the bound on the time between tokens. Return a policy that can keep no bound unchanged."""
     return policy.with_tbt_slo(tbt_slo_s) if tbt_slo_s and policy.keeps_tbt_slo else policy
 
 

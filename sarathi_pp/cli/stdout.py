@@ -24,7 +24,7 @@ def replace_unencodable() -> None:
 def flush() -> None:
     """Write the printed text that is still buffered.
 
-    The buffer keeps text that could not be written. So this raises again after a failed print.
+    The buffer keeps text that could not be written. So this call raises an error again after a failed print.
 
     Raises:
         OutputError: the text cannot be written, for example on a full disk.

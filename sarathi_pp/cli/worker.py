@@ -22,7 +22,7 @@ def worker(config: str) -> int:
 
 
 class _Console:
-    """Standard error."""
+    """A display that prints errors to standard error."""
 
     def error(self, text: str) -> None:
         click.echo(text, err=True)

@@ -86,7 +86,7 @@ class KeyMap:
 
 
 class SeenIds:
-    """The ids of the input lines that were read so far. An input line without an id has its line number, as a string."""
+    """The ids of the input lines so far. An input line without an id has its line number as its id, as a string."""
 
     def __init__(self) -> None:
         self._lines = KeyMap()  # from the key of an id that is not its line's number to that number

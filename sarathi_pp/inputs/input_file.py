@@ -83,7 +83,7 @@ def count_rows(path: str) -> int:
 
 
 def check_redirected(asked: InputFormat) -> None:
-    """Refuse a file that is redirected to standard input (`< FILE`), unless its format is JSON Lines or text.
+    """Refuse a file that is redirected to standard input (`< FILE`) if it is neither JSON Lines nor text.
 
     This check comes before a model is loaded. It does not move the position from which the file is read later. The
     format of a pipe cannot be checked here, because a pipe can be read only once.

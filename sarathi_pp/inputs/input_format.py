@@ -106,8 +106,8 @@ class _Rejoined(io.RawIOBase):
 def choose_format(name: str, head: bytes, asked: InputFormat = "auto", *, stream: bool = False) -> LineFormat:
     """Return the format of all lines of an input: "text" or "jsonl".
 
-    The ending of the name decides: .txt is text, and .jsonl, .ndjson and .json are JSON Lines. For a stream with another
-    name, the first lines decide. A file with another name must be JSON Lines.
+    The ending of the name decides: .txt is text, and .jsonl, .ndjson and .json are JSON Lines. A stream with another
+    name is decided by its first lines. A file with another name must be JSON Lines.
 
     Args:
         name: path of the input.
@@ -252,9 +252,9 @@ def _decoded(text: str) -> tuple[object, int]:
 def _refuse_table(source: str, file: str | None, lines: Sequence[bytes]) -> None:
     """Refuse a table (CSV, TSV, ...). Its first line is a header with names of columns.
 
-    A prompt with commas must not be taken for a header. So each cell of a header must be a known column name. Or one
-    cell is a known name, no cell has a space next to a delimiter, and at least half of the lines below have at least the
-    same number of cells.
+    A prompt with commas must not be taken for a header. So each cell of a header must be a known column name. Or at
+    least one cell is a known name, no cell has a space next to a delimiter, and at least half of the lines below have
+    that number of cells or more.
     """
     header, below = lines[0].decode(errors="replace"), lines[1 : 1 + _LOOKED_AT]
     for delimiter in ",\t;|":
@@ -272,4 +272,4 @@ def _table(source: str, file: str | None, delimiter: str) -> InputError:
     reader = "csv.DictReader(sys.stdin)" if delimiter == "," else f"csv.DictReader(sys.stdin, delimiter={delimiter!r})"
     program = f'python -c "import csv, json, sys; [print(json.dumps(row)) for row in {reader}]"'
     how = f"{program} < {file} > rows.jsonl" if file else f"pipe it through {program}"
-    return InputError(f"{source} is {kind}; convert it to JSON Lines: {how}. {_AS_TEXT}, the header too")
+    return InputError(f"{source} is {kind}: {how}. {_AS_TEXT}, the header too")

@@ -11,19 +11,20 @@ from typing import NoReturn
 DEEPEST_ID = 32
 # Most levels in a line. Python reads each level with a nested call, so this is far below Python's limit of such calls.
 DEEPEST_LINE = 128
-# Most strings, lists and objects in a line. Each takes at least 100 bytes in memory, but perhaps one byte in the line.
+# Most strings, lists and objects in a line. Each takes at least 100 bytes in memory, even if it is one byte in the
+# line.
 MOST_PARTS = 2**18
 # A shorter line is not counted.
 _FEW_PARTS_BYTES = 2**20
-# The start of a list or object, or a whole string. The pattern never goes back, so that any line takes one pass.
+# The start of a list or object, or a whole string. The pattern never goes back, so any line takes one pass.
 _PART = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 
 def has_too_many_parts(data: bytes) -> bool:
     """Return whether a line would take too much memory as JSON values. Call it before `read_json`.
 
-    In memory, strings, lists and objects may take 27 times their bytes in the line. Numbers, such as token ids, take far
-    less.
+    In memory, strings, lists and objects may take 27 times their bytes in the line. Numbers, such as token ids, take
+    far less.
     """
     return len(data) > _FEW_PARTS_BYTES and any(True for _ in islice(_PART.finditer(data), MOST_PARTS, None))
 

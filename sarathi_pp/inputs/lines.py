@@ -17,7 +17,7 @@ def read_lines(stream: BinaryIO, max_line_bytes: int = MAX_LINE_BYTES) -> Iterat
     accepted. A line of only white space is blank in both formats, text and JSON Lines.
 
     Args:
-        max_line_bytes: of a longer line, only the beginning is yielded. It has at most two bytes more than this, so that
+        max_line_bytes: of a longer line, only the beginning is yielded, with one or two bytes more than this limit. So
             the caller sees that the line is too long.
     """
     number = 0

@@ -7,12 +7,12 @@ A file is JSON Lines or plain text as a whole (`choose_format`). JSON Lines take
     own     {"prompt": str} | {"prompt_token_ids": [int]} | {"messages": [...]}, with `id` and sampling keys
     OpenAI  {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body": {...}}
 
-Null counts as not given. A parameter that other engines have, and that is not supported here, may have the value that
-means "off" (`"n": 1`). With any other value it is `unsupported_parameter`, never ignored.
+A key with null counts as missing. An unsupported parameter of other engines may have the value that means "off"
+(`"n": 1`). With any other value it is the error `unsupported_parameter`. It is never ignored.
 
-Other keys are the user's own, such as labels. They change nothing. The output line repeats them under `extra`, where
-they collide with none of its keys. A key that differs from a parameter only by a typing mistake is `unknown_parameter`.
-So is any unknown key of an OpenAI `body`, which holds only parameters.
+Other keys are the user's own, such as labels. They change nothing. The output line repeats them under `extra`, so that
+they cannot replace its other keys. A key that differs from a parameter only by a typing mistake is the error
+`unknown_parameter`. So is any unknown key of an OpenAI `body`, which holds only parameters.
 """
 
 from __future__ import annotations
@@ -62,19 +62,23 @@ _MAX_EXTRA_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ParsedLine:
-    """A parsed line: one of the three prompts, or an error.
+    """A parsed line: a prompt in one of three forms (text, token ids, conversation), or an error.
 
     Args:
         line: number of the line, from 1.
         id: any JSON value, repeated unchanged in the output. If the line names none, its number as a string.
-        overrides: sampling fields that the line sets, under SamplingParams' names. Each one is legal alone.
+        form: form of the input line, which decides the form of the output line.
+        prompt, prompt_token_ids, messages: the prompt in its form; the other two are None.
+        overrides: sampling values that the line sets, by field name of SamplingParams. Each value is legal for its
+            field.
         extra: the line's other keys as a JSON object, empty if there are none. They are bytes to save memory while
             the line waits for its answer.
         add_special_tokens: see Tokenizer.encode_prompt.
-        switched_off: settings of generation_config.json that the line gives a value without an effect.
+        switched_off: settings of generation_config.json that the line switches off with a value that has no effect.
         error: the reason why the line cannot run.
         summary: the error without the line's values, for a log; None if there is none.
-        nameless: True if the line's own id is not known. The default id may be that of another line.
+        nameless: True if the line's own id could not be read. Then `id` is the line's number, which may also be the
+            id of another line.
     """
 
     line: int
@@ -95,6 +99,12 @@ class ParsedLine:
 def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
     """Return a parsed line with checked types. Sampling values are checked later, together with the defaults.
 
+    Args:
+        number: number of the line, from 1.
+        data: bytes of the line, without its end.
+        plain_text: True if the whole line is the prompt. False if it is JSON.
+        max_line_bytes: limit of the line's length.
+
     The codes of its error are `line_too_long`, `invalid_utf8`, `invalid_json`, `invalid_parameter`,
     `missing_required_parameter`, `unknown_parameter`, `unsupported_parameter` and `empty_prompt`.
     """
@@ -104,13 +114,13 @@ def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: in
             reader.fail("line_too_long", f"the line is longer than {max_line_bytes} bytes; split the request")
         return reader.read_text(data) if plain_text else reader.read(data)
     except RowError as error:
-        # Its traceback and its cause hold all values of the line.
+        # The traceback and the cause would keep all values of the line in memory.
         error.__context__ = error.__cause__ = None
         return reader.refused(error.with_traceback(None))
 
 
 class _LineReader:
-    """A reader of one line. It keeps the line's id and form, as far as they are known, for an error."""
+    """A reader of one line. It keeps the id and form that it has read so far, so that an error line has them too."""
 
     def __init__(self, line: int, *, nameless: bool) -> None:
         self._line = line
@@ -122,6 +132,11 @@ class _LineReader:
         self._switched_off: set[str] = set()
 
     def fail(self, code: str, message: str, summary: str | None = None) -> NoReturn:
+        """Raise the error of this line.
+
+        Args:
+            summary: the message for a log, without values of the line; None if the message holds no such values.
+        """
         self._summary = summary
         raise RowError(code, message)
 
@@ -157,7 +172,7 @@ class _LineReader:
             self.fail("invalid_utf8", f"byte {error.start} of the line is not UTF-8; convert the file to UTF-8")
 
     def _recover_id(self, data: bytes) -> None:
-        """Find the id of a line that is JSON except for damaged bytes, which may be outside the id."""
+        """Find the id of a JSON line that has damaged bytes. These are often outside the id."""
         try:
             record = read_damaged_json(data)
         except (ValueError, RecursionError):
@@ -173,7 +188,7 @@ class _LineReader:
         try:
             record = read_json(text)
         except RecursionError:
-            self.fail("invalid_json", "the line nests too deep")
+            self.fail("invalid_json", f"the line nests too deep: {DEEPEST_LINE} levels are legal")
         except ValueError as error:
             self.fail("invalid_json", f"not JSON: {error}")
         # Count brackets first, because a visit of every token id of a prompt would take longer than reading it.
@@ -232,7 +247,13 @@ class _LineReader:
     def _overrides(
         self, record: Mapping[str, object], sampling: Mapping[str, str], other: tuple[str, ...]
     ) -> dict[str, object]:
-        """Return the sampling fields that are set. Refuse every key that would otherwise be ignored."""
+        """Return the sampling values that a line sets, by field. Refuse every key that would otherwise be ignored.
+
+        Args:
+            record: the line, or the body of an OpenAI line.
+            sampling: from a key to the field of SamplingParams that it sets.
+            other: keys that are legal and set no such field.
+        """
         overrides: dict[str, object] = {}
         for key, value in record.items():
             if key in sampling:
@@ -255,24 +276,24 @@ class _LineReader:
         return overrides
 
     def _checked(self, key: str, name: str, value: object) -> object:
-        """Return the value of a field of SamplingParams, which the line calls `key`."""
+        """Return a value for the field `name` of SamplingParams, after a check. The line sets it with `key`."""
         if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer():
             value = int(value)
         try:
             SamplingParams(**{name: value})  # type: ignore[arg-type]  # values are checked there
         except RowError as error:
-            # A summary repeats no value of a line.
+            # The summary goes to a log, so it must repeat no value of the line.
             wanted = error.message.rpartition("; it must be ")[2]
             summary = f'"{key}" has a value that is not legal; it must be {wanted}'
             self.fail(error.code, error.message.replace(name, key, 1), summary)
         return value
 
     def _set_extra(self, record: Mapping[str, object], known: tuple[str, ...]) -> None:
-        """Keep the user's own keys for the output line. Refuse a key that is a known one with a typing mistake."""
+        """Keep the user's own keys for the output line. Refuse a known key that has a typing mistake."""
         own = {key: value for key, value in record.items() if key not in known}
         if not own:
             return
-        # The user cannot have meant a key without an effect, or a second prompt.
+        # The user did not mean an unsupported key, or a second prompt. So these are not suggested.
         has_prompt = any(key in record for key in (*PROMPT_KEYS, "body"))
         effective = tuple(k for k in known if k not in UNSUPPORTED_KEYS and not (has_prompt and k in PROMPT_KEYS))
         for key in own:
@@ -280,11 +301,11 @@ class _LineReader:
                 message = f"{key} is not a parameter; did you mean {near}? A key of your own needs another name"
                 self.fail("unknown_parameter", message, f'unknown key {_named(key)}; did you mean "{near}"?')
         if not is_finite(own):
-            self.fail("invalid_parameter", "a key that is not a parameter holds a number that is not finite")
+            self.fail("invalid_parameter", "a key that is not a parameter holds a number like 1e999; it must be finite")
         extra = json.dumps(own, separators=(",", ":")).encode()
         if len(extra) > _MAX_EXTRA_BYTES:
-            limit = f"at most {_MAX_EXTRA_BYTES} are kept for the answer"
-            self.fail("line_too_long", f"keys that are not parameters hold {len(extra)} bytes; {limit}; remove some")
+            limit = f"the output line repeats at most {_MAX_EXTRA_BYTES}"
+            self.fail("line_too_long", f"keys that are not parameters hold {len(extra)} bytes; {limit}; remove keys")
         self._extra = extra
 
     def _with_prompt(self, record: Mapping[str, object], overrides: dict[str, object]) -> ParsedLine:
@@ -301,7 +322,8 @@ class _LineReader:
             )
         if add_special_tokens and not isinstance(value, str):
             self.fail(
-                "unsupported_parameter", f"add_special_tokens is true, and {key} has its own; remove add_special_tokens"
+                "unsupported_parameter",
+                f"add_special_tokens is true, and {key} has its own special tokens; remove add_special_tokens",
             )
         if key == "messages":
             messages = self._messages(value)
@@ -359,12 +381,13 @@ class _LineReader:
                 kind = part.get("type") if isinstance(part, dict) else kind_of(part)
                 self.fail("unsupported_parameter", f"{where}.content holds {kind}; only text parts are supported")
             if not isinstance(part.get("text"), str):
-                self.fail("invalid_parameter", f"{where}.content has a text part without text")
+                self.fail("invalid_parameter", f"{where}.content has a text part without a string in text; add it")
             texts.append(part["text"])
         return {**message, "content": "\n".join(texts)}
 
 
 def _name(record: Mapping[str, object]) -> tuple[object, Form]:
+    """Return the id that a line gives itself, None if it gives none, and the form of the line."""
     name = record.get("custom_id") if record.get("id") is None else record["id"]
     if not any(key in record for key in ("body", "url", "method")):
         return name, "own"
@@ -373,7 +396,7 @@ def _name(record: Mapping[str, object]) -> tuple[object, Form]:
 
 
 def _named(key: str) -> str:
-    """Return a key for a log. Leave it out if it may be text of a prompt."""
+    """Return a key in quotes for a log. If it may be text of a prompt, return a note instead."""
     return f'"{key}"' if _PLAIN_NAME.fullmatch(key) else "(its name is left out here)"
 
 

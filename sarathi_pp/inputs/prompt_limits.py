@@ -10,7 +10,14 @@ from sarathi_pp.errors import RowError
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """The limits of a prompt: the model's length, and the smallest stage's KV pool (num_pages x page_size)."""
+    """The limits that decide whether a prompt can be computed.
+
+    Args:
+        max_model_len: most tokens of prompt and output together.
+        num_pages: KV pages of the stage that has the fewest. All of them together must hold the sequence.
+        page_size: tokens per page.
+        vocab_size: number of rows of the embedding. Token ids are below it.
+    """
 
     max_model_len: int
     num_pages: int
@@ -18,7 +25,7 @@ class PromptLimits:
     vocab_size: int
 
     def check_prompt(self, num_tokens: int) -> None:
-        """Check that a prompt can be computed. A prompt of max_model_len is legal: it gets no output.
+        """Check that a prompt of this length can be computed. With max_model_len tokens it is legal, without output.
 
         Raises:
             RowError: `context_length_exceeded` or `kv_cache_exhausted`.
@@ -26,7 +33,7 @@ class PromptLimits:
         if num_tokens > self.max_model_len:
             raise RowError(
                 "context_length_exceeded",
-                f"the prompt has {num_tokens} tokens and max_model_len is {self.max_model_len}",
+                f"the prompt has {num_tokens} tokens and max_model_len is {self.max_model_len}; shorten the prompt",
             )
         if num_tokens > self.num_pages * self.page_size:
             raise kv_cache_exhausted(f"the prompt has {num_tokens} tokens", self.num_pages, self.page_size)
@@ -42,7 +49,10 @@ class PromptLimits:
         )
 
     def clamp(self, sampling: SamplingParams) -> SamplingParams:
-        """Return the same parameters with values of ordinary size. A value above a limit means no limit."""
+        """Return the sampling parameters with huge values replaced by ordinary ones of the same effect.
+
+        top_k becomes 0 (no limit) if it is at least vocab_size. max_new_tokens becomes at most max_model_len.
+        """
         top_k = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
         return replace(sampling, top_k=top_k, max_new_tokens=min(sampling.max_new_tokens, self.max_model_len))
 
@@ -51,7 +61,7 @@ def kv_cache_exhausted(needed: str, num_pages: int, page_size: int) -> RowError:
     """Return the error of a request that the whole KV cache cannot hold.
 
     Args:
-        needed: the tokens that the request needs, as a clause for the message.
+        needed: beginning of the message, such as "the prompt has 900 tokens".
     """
     return RowError(
         "kv_cache_exhausted",

@@ -1,4 +1,4 @@
-"""The step from a parsed line to a request: tokenised, checked, with complete sampling parameters."""
+"""The step from a parsed line to a request: its prompt is tokenised and checked, its sampling parameters completed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """A maker of requests from parsed lines: tokenised, checked, with complete sampling parameters.
+    """A maker of requests from parsed lines. It tokenises and checks a prompt, and completes its sampling parameters.
 
     Args:
-        paragraphs: True if the policy needs the ends of a text's paragraphs.
-        unknown: counts text prompts that the tokenizer does not know.
+        defaults: values of sampling fields that a line does not set.
+        seed: seed of the run, from which each request without a seed gets its own.
+        paragraphs: True if the scheduling policy needs the positions at which paragraphs of a prompt end.
+        unknown: counts text prompts that consist mostly of the unknown token.
     """
 
     tokenizer: Tokenizer
@@ -33,6 +35,10 @@ class RequestMaker:
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
         """Return the request of a line that has no error.
+
+        Args:
+            index: number of the request, unique in the run.
+            arrival_s: time of its arrival on the coordinator's clock, in seconds.
 
         Raises:
             RowError: the line cannot run.

@@ -13,9 +13,14 @@ Form = Literal["own", "openai-chat", "openai-completion"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input line on its way to an output line: a request, or the error that it gets instead.
+    """One input line on its way to an output line: a request, or the error that is written instead of an answer.
 
-    The line's own text is not held. See ParsedLine for `nameless` and `extra`.
+    The text of the line is not kept, to save memory.
+
+    Args:
+        line: number of the line, from 1.
+        id, form, nameless, extra: see ParsedLine.
+        arrival_s: time of arrival on the coordinator's clock, in seconds.
     """
 
     line: int

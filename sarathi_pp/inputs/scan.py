@@ -1,4 +1,4 @@
-"""A check of every line of an input file before anything is loaded."""
+"""A check of every line of an input file, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUOTING = ("invalid_parameter", "unknown_parameter", "unsupported_parameter")
 
 @dataclass(frozen=True, slots=True)
 class InputScan:
-    """The problems in the lines of a file.
+    """The problems that were found in the lines of an input file.
 
     Attributes:
         num_rows: number of input lines.
@@ -40,8 +40,10 @@ def scan_input(
     Problems that need the model (lengths, token ids) are found when the line is run.
 
     Args:
-        asked: the format that the user named.
-        has_text: True if the model has a tokenizer. Otherwise only token ids can run.
+        path: the input file.
+        defaults: sampling values that a line does not set. Together with the line's own values they must be legal.
+        asked: the format that the user named with --input-format.
+        has_text: True if the model has a tokenizer. Otherwise only lines with token ids can run.
 
     Raises:
         InputError: the file cannot be read, or is neither JSON Lines nor text.
@@ -63,7 +65,7 @@ def scan_input(
 
 
 def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: bool) -> RowError | None:
-    """Return the error of a line, as far as it is known without its tokens."""
+    """Return the error of a line, or None if it has none that can be found without tokenising it."""
     if parsed.error is not None:
         return parsed.error
     if not has_text and parsed.prompt_token_ids is None:
@@ -77,7 +79,10 @@ def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: b
 
 
 def _without_values(problem: RowError) -> str:
-    """Return a problem's text for a log, which must hold no prompt. The output line has the values."""
+    """Return the text of a problem without values of the line. It goes to a log, which must hold no prompt.
+
+    The output line has the whole message.
+    """
     if problem.code in _QUOTING:
         return problem.code
     return shorten(problem.message)

@@ -1,9 +1,9 @@
-"""The sources of input lines: a file or standard input, which a separate thread reads ahead of the engine.
+"""The sources from which the engine takes input lines. A separate thread reads a file or standard input ahead of it.
 
     file -> [reader thread: read, parse, tokenise, check] -> bounded queue -> take() -> engine
 
-The queue bounds memory for files of any length, and keeps tokenisation off the engine's thread. Input lines that
-cannot run come through the same queue, in order, each with its error.
+The queue has a largest size, so a file of any length takes limited memory. Tokenisation runs in the reader thread, so
+the engine does not wait for it. Input lines that cannot run come through the same queue, in order, each with its error.
 """
 
 from __future__ import annotations
@@ -38,30 +38,37 @@ class Source(Protocol):
     def take(self, limit: int) -> list[Row]:
         """Return up to `limit` input lines that have arrived, without waiting.
 
-        An error that stopped the reader is raised after all earlier input lines are taken.
+        If an error stopped the reader, the input lines before it are returned first. Then this call raises the error.
         """
         ...
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until `take` would return an input line, until exhausted, or for timeout_s (None: no limit)."""
+        """Wait until `take` would return an input line, or until the source is exhausted.
+
+        Args:
+            timeout_s: most seconds to wait; None for no limit.
+        """
         ...
 
     def close(self) -> None:
-        """Stop the source, because no more input lines are wanted."""
+        """Stop the source, because no more input lines are needed."""
         ...
 
 
 class FileSource:
-    """A source that reads a file, or standard input for `-`. Reading starts at once, so make it when the run starts.
+    """A source that reads a file, or standard input for `-`.
 
-    If the input cannot be opened after all, or is neither JSON Lines nor text, `take` raises the error.
+    Reading starts in the constructor, so make the source when the run starts. If the input cannot be opened, or is
+    neither JSON Lines nor text, `take` raises the error.
 
     Args:
+        maker: turns each parsed line into a request.
+        clock: gives the arrival times.
         capacity: most input lines that are read ahead. Reading also stops at MAX_WAITING_TOKENS of their prompts.
         request_rate: input lines per second. They arrive as a Poisson process drawn from the run's seed. If the rate is
             infinite, a line arrives when it is read.
         done: input lines that an earlier start has answered. They are left out.
-        asked: the format that the user named.
+        asked: the format that the user named with --input-format.
 
     Raises:
         MissingError: see `check_input`.
@@ -93,8 +100,9 @@ class FileSource:
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
-        # A daemon: a read of standard input that never returns must not keep the process alive. It also opens the path.
-        # That waits for the writer of a named pipe, and would keep the main thread from any signal.
+        # The thread is a daemon, because a read of standard input that never returns must not keep the process alive.
+        # The thread also opens the path. Opening a named pipe waits for its writer. If the main thread waited, it could
+        # not handle signals.
         self._thread = threading.Thread(target=self._read, name="input", daemon=True)
         self._thread.start()
 
@@ -129,7 +137,10 @@ class FileSource:
                 self._changed.wait(None if left_s == math.inf else left_s)
 
     def close(self) -> None:
-        """Stop reading. Idempotent. The reader ends at its next line, or is abandoned if it is blocked in a read."""
+        """Stop reading. Further calls do nothing.
+
+        The reader thread ends at its next line. A thread that is blocked in a read is abandoned.
+        """
         with self._changed:
             self._closed = True
             self._ended = True
@@ -172,7 +183,10 @@ class FileSource:
             yield self._row(parsed, self._clock.now() if drawn_s is None else drawn_s)
 
     def _row(self, parsed: ParsedLine, arrival_s: float) -> Row:
-        """Return the row of a parsed line. Its request has the line's number, whichever earlier lines are run."""
+        """Return the row of a parsed line.
+
+        The index of its request is the line's number minus 1. So it does not change if earlier lines are left out.
+        """
         line, request, error = parsed.line, None, parsed.error
         if error is None:
             try:
@@ -185,7 +199,7 @@ class FileSource:
 
 
 class MemorySource:
-    """A source of input lines that have all arrived, for the Python API and the tests."""
+    """A source whose input lines have all arrived at the start, for the Python API and the tests."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = deque(rows)
@@ -210,7 +224,10 @@ def _held_tokens(row: Row) -> int:
 
 
 def _drawn_arrivals(seed: int, request_rate: float, start_s: float) -> Iterator[float]:
-    """Yield the endless times of a Poisson process. Yield nothing if input lines arrive when they are read."""
+    """Yield arrival times without end: a Poisson process from start_s on, drawn from the seed.
+
+    If the rate is infinite, yield nothing: then input lines arrive when they are read.
+    """
     random_numbers = random.Random(f"arrivals {seed}")
     arrival_s = start_s
     while request_rate < math.inf:

@@ -1,4 +1,4 @@
-"""Known keys that a user may have meant by an unknown one."""
+"""A search for the known key that a user may have meant by an unknown key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERED = re.compile(r"_?[0-9]+|_[a-z]")
 
 @lru_cache(maxsize=1024)  # the lines of a file have the same keys
 def nearest_key(key: str, known: tuple[str, ...]) -> str | None:
-    """Return the known key from which this one differs by one typing mistake, or by upper case."""
+    """Return the known key from which `key` differs by one typing mistake, or by upper case; None if there is none."""
     lower = key.lower()
     for meant in known:
         if len(meant) < 4 or (lower.startswith(meant) and _NUMBERED.fullmatch(lower[len(meant) :])):
@@ -22,10 +22,11 @@ def nearest_key(key: str, known: tuple[str, ...]) -> str | None:
 
 
 def _is_one_mistake(written: str, meant: str) -> bool:
-    """Return whether one character is missing, added or wrong, or two neighbours are swapped.
+    """Return whether `written` differs from `meant` by one mistake.
 
-    Many words are near to a short key: `step` and `top` to `stop`, `need` and `speed` to `seed`. So for short keys only
-    a swap, a doubled character, a missing underscore and a plural count.
+    One mistake is a character that is missing, added or wrong, or two neighbours that are swapped. Many ordinary words
+    are near to a short key: `step` and `top` to `stop`, `need` and `speed` to `seed`. So for keys of less than six
+    characters, only a swap, a doubled character, a missing underscore and a plural count as a mistake.
     """
     shorter = min(len(written), len(meant))
     same = next((at for at in range(shorter) if written[at] != meant[at]), shorter)

@@ -1,11 +1,11 @@
-"""A count of text prompts for which the tokenizer has hardly any tokens, because it may be the wrong tokenizer."""
+"""A count of text prompts that the tokenizer does not know. If there are some, it may be the wrong tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Share of a prompt's tokens.
+# A prompt is mostly unknown if more than this share of its tokens is the unknown token.
 _MOSTLY = 0.5
 
 
@@ -14,7 +14,9 @@ class UnknownTokens:
     """A count of text prompts that consist mostly of the unknown token.
 
     Args:
-        token_id: id of the unknown token. None if the tokenizer has none: some can write any text.
+        token_id: id of the unknown token. None if the tokenizer has none, because it has tokens for any text.
+        num_prompts: number of prompts that were counted.
+        num_unknown: number of prompts among them that consist mostly of the unknown token.
     """
 
     token_id: int | None = None
@@ -22,7 +24,7 @@ class UnknownTokens:
     num_unknown: int = 0
 
     def count(self, token_ids: Sequence[int]) -> None:
-        """Count one prompt."""
+        """Count one prompt, given by its token ids."""
         self.num_prompts += 1
         if self.token_id is not None:
             self.num_unknown += token_ids.count(self.token_id) > _MOSTLY * len(token_ids)

@@ -301,10 +301,10 @@ class RunDirectory:
             self.write_exit_code(code)
 
     def write_refusal(self, code: int, *, overwrite: bool, launch_id: str = "") -> None:
-        """Write the exit code of a start that was refused before it claimed this directory.
+        """Write the exit code of a rank that was refused before the run has started.
 
-        It is not written if a run uses the directory, unless rank 0 on this host has claimed it for `launch_id`.
-        Without `overwrite`, it does not replace the code of an earlier run. No parent folder is made for it.
+        If a run uses the directory, the code is written only if that run is this rank's own: rank 0 has claimed the
+        directory for `launch_id`. Without `overwrite`, the code of an earlier run stays. Parent folders are not made.
         """
         with suppress(OSError, ConfigError, OutputError), ExitStack() as held:
             if self.path.exists():

@@ -29,16 +29,23 @@ SCHEMA = "sarathi-pp/comparison/1"
 
 Better = Literal["lower", "higher"]
 
-# Runs next to each other in 80 columns. Further runs come in a table below, with the first run again.
+# Number of runs next to each other in 80 columns. Further runs come in a table below, with the first run again.
 _RUNS_ABREAST = 4
 _NARROW = 80
-# Columns that each further run takes in a wider terminal.
+# Characters that each further run takes in a wider terminal.
 _RUN_COLUMNS = 17
 
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """A figure: its keys in a report, its heading, and the direction in which it improves."""
+    """A figure of a report that the comparison shows.
+
+    Attributes:
+        path: its key in the report, after the keys of the objects that contain it.
+        heading: its name in the table.
+        better: the direction in which it improves; None if neither direction is better.
+        share: shown as a percentage.
+    """
 
     path: tuple[str, ...]
     heading: str
@@ -50,6 +57,7 @@ class _Figure:
         return ".".join(self.path)
 
     def of(self, report: Report) -> float | None:
+        """Return the figure's value in a report; None if the report does not have it."""
         value: Any = report
         for key in self.path:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -97,7 +105,7 @@ _SECTIONS: tuple[tuple[_Figure, ...], ...] = (
 )
 _FIGURES = {figure.name: figure for section in _SECTIONS for figure in section}
 
-# Two runs with the same settings may differ by this share.
+# Values that differ by at most this share count as equal. Two runs with the same settings may differ by it.
 _SAME = 0.01
 
 # The work that the runs were asked to do, which gives the ratios their meaning, and the setup that they did it with.
@@ -145,8 +153,10 @@ class Row(NamedTuple):
     """One figure of all runs, as text.
 
     Attributes:
-        ratios: to the first run.
-        best: the runs to mark.
+        heading: name of the figure.
+        values: one per run.
+        ratios: ratio of each value to that of the first run.
+        best: indices of the runs that are marked as best.
     """
 
     heading: str
@@ -156,7 +166,7 @@ class Row(NamedTuple):
 
 
 def sections_of(comparison: Mapping[str, Any]) -> list[list[Row]]:
-    """Return the rows of a comparison's table, in its sections."""
+    """Return the rows of a comparison's table, as one list per section of the table."""
     figures = comparison["figures"]
     return [[_row(one, figures[one.name]) for one in section if one.name in figures] for section in _SECTIONS]
 
@@ -167,7 +177,7 @@ def differences_of(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]
 
 
 def render_comparison(comparison: Mapping[str, Any]) -> RenderableType:
-    """Return tables of a comparison as `compare` makes it: figures as rows, runs as columns, the best ones marked."""
+    """Return the tables of a document from `compare`: figures as rows, runs as columns, the best runs marked."""
     parts: list[RenderableType] = [_Tables(comparison)]
     parts.append(Text("* the best, or within 1 % of it; x: times the first run", style="dim"))
     parts += [Text(f"advice: {advice['text']}", style="cyan") for advice in comparison.get("advice", [])]
@@ -191,7 +201,10 @@ class _Tables:
 
 
 def _labels(reports: Sequence[tuple[str, Report]]) -> list[str]:
-    """Return the settings in which the runs differ. If these are the same in two runs, add the name, then a number."""
+    """Return a label for each run: its values of the settings in which the runs differ.
+
+    Runs with equal labels also get their name, and then a number if that is equal too.
+    """
     settings = [
         {
             "policy": str(report["policy"]),
@@ -288,7 +301,10 @@ def _cell(row: Row, run: int) -> Text:
 
 
 def _times(ratio: float | None) -> str:
-    """Return at most five characters. A ratio that needs more comes from a first value of almost 0."""
+    """Return a ratio as text of at most five characters, such as "1.25x".
+
+    Return "-" for a ratio of 10,000 or more. It says nothing, because the value of the first run is almost 0.
+    """
     if ratio is None or ratio >= 9999.5:
         return "-"
     return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f}x"

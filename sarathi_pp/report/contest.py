@@ -1,4 +1,7 @@
-"""Entrants that did the same work, one per line: medians over the rounds, next to the floor of the machine."""
+"""The table of `bench`: policies and engines that did the same work, one per line, with medians over the rounds.
+
+One column compares them with the floor, the speed that the machine could reach at most.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ from sarathi_pp.report.formats import share
 
 @dataclass(frozen=True, slots=True)
 class _Column:
+    """A column of the table.
+
+    Attributes:
+        figure: key of the figure in the document.
+        decimals: decimals that are shown; -1 shows a percentage.
+        scale: factor from the figure to the shown number.
+        spread: the smallest and the largest value are shown too.
+    """
+
     heading: str
     figure: str
     decimals: int = 0

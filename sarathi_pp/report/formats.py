@@ -1,4 +1,4 @@
-"""Figures as people read them. A figure that does not exist is a dash, and no figure is "-0"."""
+"""Figures as text for people. A figure that does not exist is a dash, and no figure is "-0"."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ def seconds(value: float | None) -> str:
 
 
 def milliseconds_kept(value: float | None) -> str:
+    """Return seconds with three decimals, so that milliseconds can be read."""
     return "-" if value is None else unsigned_zero(f"{value:.3f}")
 
 

@@ -1,4 +1,4 @@
-"""Runs of several policies on the same work, one per line: bubbles next to throughput and latency."""
+"""The table of `simulate`: policies that did the same work, one per line, with bubbles, throughput and latency."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from sarathi_pp.report import formats
 
 
 def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
-    """Return the document that `--json` prints.
+    """Return the document that `simulate --json` prints.
 
     Args:
-        facts: keys that all runs have in common.
+        reports: one report per run.
+        facts: further keys of the document, which are the same for all runs.
     """
     return {
         "schema": RUNS_SCHEMA,
@@ -29,9 +30,10 @@ def runs_document(reports: Sequence[Report], **facts: Any) -> dict[str, Any]:
 
 
 def bubble_floor(report: Report) -> float | None:
-    """Return 1 - mean / max of the stages' compute time: the bubble of unequal stages under any schedule.
+    """Return the bubble that remains under any schedule, because stages take unequal time.
 
-    With several replicas, each replica has its own max, because a replica with less work could have had more.
+    It is 1 - mean / maximum of the compute seconds of the stages. With several replicas, each replica has its own
+    maximum, because a replica with less work could have had more.
     """
     replicas: dict[int, list[float]] = {}
     for stage in report["per_stage"]:
@@ -42,12 +44,12 @@ def bubble_floor(report: Report) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A figure of a report.
+    """A column of the table, which shows one figure of a report.
 
     Attributes:
         heading: name of the figure, over several lines.
         key: key in the report.
-        at: key in the figure's spread; None if the figure is one number.
+        at: key in the figure's object, such as `p50`; None if the figure is one number.
     """
 
     heading: str
@@ -113,7 +115,7 @@ def _rate(value: float | None) -> str:
 
 
 def _short(value: float | None) -> str:
-    """Return three figures, at most five characters below 100,000 s."""
+    """Return seconds as text. Times below 100,000 s have at most five characters."""
     if value is None:
         return "-"
     return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

@@ -1,6 +1,7 @@
-"""Remedies against lost time: the option to change, and the effect of the change on the run.
+"""Remedies against lost time: an option that the user can change, and the reason why that may help.
 
-This module does not ask how much a remedy saves, because the simulator (`sim/rerun.py`) finds that.
+Each function yields remedies that suit a report. It does not compute the time that a remedy saves. The simulator
+(`sim/rerun.py`) does that.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import Policy, parse_policy, parse_recorded
 from sarathi_pp.sim.rerun import Change, most_seats
 
-# Chunk sizes are advised in multiples of this, the smallest tile of matrix units.
+# Advised chunk sizes are multiples of this number of tokens, the smallest tile of matrix units.
 TILE = 16
+# A KV cache of which this share was in use counts as full.
 _FULL_KV = 0.95
 
 Report = Mapping[str, Any]
 
 
 class Remedy(NamedTuple):
-    """An option, its effect, and the change of the run.
+    """An option that the user can change, and its effect.
 
     Attributes:
-        how: the effect, as the end of a sentence.
-        action: the beginning of that sentence, which asks the user for the change. None: "Use (option): it".
+        option: the option with its value, such as "--chunk-size 256".
+        how: the effect, as the end of a sentence: "makes microbatches smaller".
+        change: the same change for the simulator.
+        action: the beginning of that sentence, which asks the user for the change. None: "Use OPTION: it".
     """
 
     option: str
@@ -40,10 +44,10 @@ class Remedy(NamedTuple):
 
 
 def even_layers(report: Report) -> Iterator[Remedy]:
-    """Yield the splits whose slowest stage computes least. A layer is taken to cost the mean of its stage's layers.
+    """Yield the layer splits whose slowest stage computes least.
 
-    The last stage may take longer per layer than the others. The cause may be the LM head, which no split removes, or a
-    slower machine. There is a split for each of the two.
+    Each layer of a stage is assumed to take the same time. The last stage may take longer per layer than the others.
+    The cause may be the LM head, which no split removes, or a slower machine. Each of the two gives a split.
     """
     split: list[int] = report["layer_split"]
     computed_s: list[float] = [stage["compute_s"] for stage in report["per_stage"]]
@@ -58,7 +62,13 @@ def even_layers(report: Report) -> Iterator[Remedy]:
 
 
 def _even_split(split: Sequence[int], computed_s: Sequence[float], head_s: float) -> tuple[int, ...]:
-    """Return the fastest split, or the same split if no other is faster."""
+    """Return the fastest layer split, or the same split if no other one is faster.
+
+    Args:
+        split: number of layers per stage.
+        computed_s: seconds that each stage computed.
+        head_s: seconds of the last stage that do not depend on its layers.
+    """
     last = len(split) - 1
     layer_s = [seconds / layers for seconds, layers in zip(computed_s, split, strict=True)]
     layer_s[last] -= head_s / split[last]
@@ -72,6 +82,7 @@ def _even_split(split: Sequence[int], computed_s: Sequence[float], head_s: float
 
 
 def even_prefills(report: Report) -> Iterator[Remedy]:
+    """Yield remedies for microbatches whose prefill takes unequal time."""
     if not is_chunked(report):
         yield _other_policy(report, "sarathi", "cuts prompts into chunks of equal size")
     yield from smaller_chunks(report, report["chunk_size"] / 2)
@@ -79,11 +90,13 @@ def even_prefills(report: Report) -> Iterator[Remedy]:
 
 
 def even_decodes(report: Report) -> Iterator[Remedy]:
+    """Yield remedies for microbatches whose decodes take unequal time."""
     yield from balance(report)
     yield from more_seats(report)
 
 
 def hide_transfers(report: Report) -> Iterator[Remedy]:
+    """Yield remedies for stages that wait for activations on their way."""
     inflight = report["inflight"]
     if inflight < 2 * report["stages"]:
         how = "gives stages a microbatch to compute while another one travels"
@@ -93,9 +106,10 @@ def hide_transfers(report: Report) -> Iterator[Remedy]:
 
 
 def fill_longer(report: Report) -> Iterator[Remedy]:
-    """Yield more microbatches in flight, and more requests.
+    """Yield remedies for a pipeline that fills and drains for a large part of the run.
 
-    A stage that never has a microbatch looks like a pipeline that is still filling.
+    With fewer microbatches in flight than stages, some stage is always empty. In the figures, that looks like a
+    pipeline that is still filling.
     """
     stages, inflight = report["stages"], report["inflight"]
     if inflight < stages:
@@ -106,24 +120,29 @@ def fill_longer(report: Report) -> Iterator[Remedy]:
 
 
 def keep_busy(report: Report) -> Iterator[Remedy]:
-    """Yield more pages, seats and requests, so that there is more to issue."""
+    """Yield remedies for a coordinator that finds nothing to issue: more KV pages, seats and requests."""
     yield from more_pages(report)
     yield from more_seats(report)
     yield from more_input()
 
 
 def balance(report: Report) -> Iterator[Remedy]:
+    """Yield the policy `balanced`, if the run had another one."""
     if policy_name(report) != "balanced":
         yield _other_policy(report, "balanced", "makes microbatches of equal time")
 
 
 def run_whole(report: Report) -> Iterator[Remedy]:
+    """Yield the policy `orca`, which does not cut prompts, if the run cut them."""
     if is_chunked(report):
         yield _other_policy(report, "orca", "runs prompts whole, in fewer passes")
 
 
 def _other_policy(report: Report, name: str, how: str) -> Remedy:
-    """Return the policy with its own default chunk size, because the run's size was chosen for another policy."""
+    """Return the change to another policy, with that policy's default chunk size.
+
+    The run's chunk size was chosen for the policy of the run.
+    """
     other, own = parse_policy(name), parse_recorded(policy_name(report))
     size = other.kind.default_chunk_size
     if not other.kind.uses_chunk_size:
@@ -136,18 +155,21 @@ def _other_policy(report: Report, name: str, how: str) -> Remedy:
 
 
 def smaller_chunks(report: Report, size: float) -> Iterator[Remedy]:
+    """Yield a chunk size of `size` tokens, rounded up to whole tiles, if it is smaller than that of the run."""
     wanted = in_tiles(size)
     if fills_chunks(report) and wanted < report["chunk_size"]:
         yield Remedy(f"--chunk-size {wanted}", "makes microbatches smaller", Change(chunk_size=wanted))
 
 
 def larger_chunks(report: Report) -> Iterator[Remedy]:
+    """Yield twice the chunk size."""
     if fills_chunks(report):
         wanted = 2 * report["chunk_size"]
         yield Remedy(f"--chunk-size {wanted}", "needs fewer microbatches", Change(chunk_size=wanted))
 
 
 def more_seats(report: Report) -> Iterator[Remedy]:
+    """Yield more seats (requests that run at once), if the run had more requests than seats."""
     limit, answered = report.get("max_num_seqs"), report["completed"]
     if limit and answered > limit:
         wanted = min(answered, most_seats(limit, report["stages"]))
@@ -159,9 +181,10 @@ def more_seats(report: Report) -> Iterator[Remedy]:
 
 
 def more_pages(report: Report) -> Iterator[Remedy]:
-    """Yield twice the number of pages, on CPUs only.
+    """Yield twice the number of KV pages, if they ran out. Only CPUs get this remedy.
 
-    A GPU gives all its free memory to pages already. The pages of emulated stages come from their profile.
+    A GPU gives all its free memory to KV pages already. The number of pages of emulated stages is that of their
+    profile.
     """
     held = report.get("kv_cache_bytes")
     if pages_ran_out(report) and held and report["device"] == "cpu":
@@ -177,7 +200,7 @@ def more_input() -> Iterator[Remedy]:
 
 
 def fewer_stages(report: Report) -> Remedy | None:
-    """Return one stage per request, if there are fewer requests than stages; otherwise None."""
+    """Return the remedy of one stage per request, if there are fewer requests than stages; otherwise None."""
     requests, stages, layers = report["completed"], report["stages"], sum(report["layer_split"])
     if not 1 < requests < stages or layers < requests:
         return None
@@ -188,7 +211,7 @@ def fewer_stages(report: Report) -> Remedy | None:
 
 
 def pages_ran_out(report: Report) -> bool:
-    """Return whether sequences had to wait for pages: all were in use, and seats could have used more."""
+    """Return whether sequences had to wait for KV pages: nearly all pages were in use, and the seats could use more."""
     kv, seats, longest = report["kv"], report.get("max_num_seqs"), report.get("max_model_len")
     if report["preemptions"]:
         return True
@@ -198,7 +221,7 @@ def pages_ran_out(report: Report) -> bool:
 
 
 def has_bound(report: Report) -> bool:
-    """Return whether the policy keeps the time between tokens below a bound of the user."""
+    """Return whether the policy keeps the time between tokens below a bound that the user has set."""
     return "tbt_slo" in str(report["policy"])
 
 
@@ -208,11 +231,13 @@ def num_chunks(report: Report) -> int:
 
 
 def policy_name(report: Report) -> str:
+    """Return the name of the run's policy without its options."""
     name, _, _ = str(report["policy"]).partition(":")
     return name
 
 
 def is_chunked(report: Report) -> bool:
+    """Return whether the run's policy cuts prompts into chunks of --chunk-size."""
     policy = parse_recorded(policy_name(report))
     return policy is not None and policy.kind.uses_chunk_size
 
@@ -224,4 +249,5 @@ def fills_chunks(report: Report) -> bool:
 
 
 def in_tiles(tokens: float) -> int:
+    """Return a number of tokens rounded up to whole tiles, at least one tile."""
     return max(TILE, math.ceil(tokens / TILE) * TILE)

@@ -1,4 +1,4 @@
-"""Run directories, read for the commands that report on them."""
+"""A reader of run directories, for the commands that report on runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
-# Facts that no trace holds, from run.json.
+# Keys of run.json that become keys of the report, because no trace holds them.
 _NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
 _NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
-# Facts that are known only at the end of a run, from report.json.
+# Keys of an earlier report.json that are kept. They are known only at the end of a run.
 _ENDINGS = ("resumed", "stopped_by")
 
 
@@ -34,9 +34,10 @@ class Run:
     """A run with its figures.
 
     Attributes:
+        path: the run directory.
         replicas: the replicas that ran until the end.
-        report: figures of all replicas.
-        fitted: costs of the microbatches of the first replica. None if they were too few.
+        report: the report over all replicas.
+        fitted: cost model of the first replica's microbatches; None if they are too few for a fit.
     """
 
     path: Path
@@ -45,7 +46,7 @@ class Run:
     fitted: Fit | None
 
     def trial(self) -> Rerun | None:
-        """Return the simulated run that changes are applied to; None if its costs are unknown.
+        """Return a simulation of this run, in which changes can be tried; None if there is no cost model.
 
         Raises:
             CannotTry: the run has several replicas, or `Rerun.of` cannot simulate it.
@@ -70,11 +71,12 @@ class Run:
 
 
 def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) -> Run:
-    """Read one attempt of a run, and fold it from its traces.
+    """Return one attempt of a run, with all figures computed from its traces.
 
     Args:
+        path: the run directory.
         attempt: number of the attempt; None for the last one.
-        advised: add advice.
+        advised: add advice to the report, which takes longer.
 
     Raises:
         MissingError: the directory holds no traces, or not all of them.
@@ -86,7 +88,7 @@ def read_run(path: Path, attempt: int | None = None, *, advised: bool = True) ->
 
 
 def advise_runs(runs: Mapping[str, Run]) -> dict[str, Any]:
-    """Return the advice that several runs give together, as keys of a comparison.
+    """Return the advice that follows from several runs together, as keys of a comparison.
 
     Args:
         runs: the runs by label.
@@ -103,7 +105,12 @@ def _trial(run: Run) -> Rerun | None:
 
 
 def analyse(traces: Sequence[Sequence[Path]], facts: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-    """Yield the report of a run that has just ended: first with causes, then with advice too, which takes longer."""
+    """Yield the report of a run that has just ended: first without advice, then with it, which takes longer.
+
+    Args:
+        traces: one list per replica, with one trace per stage.
+        facts: keys of the report that no trace holds.
+    """
     run = explain(traces, facts)
     yield run.report
     yield run.report | _advice(run)
@@ -138,7 +145,7 @@ def _advice(run: Run) -> dict[str, Any]:
             return advise(run.report, run.trial())
         except CannotTry as error:
             notes.append(f"no gains of advice: {error}")
-            # Of replicas, the report has sums, which the rules about one pipeline do not read.
+            # With several replicas, the report holds sums. The rules for untried advice need figures of one pipeline.
             repeated = len(run.replicas) == 1
             return advise(run.report, untried="the simulator could not repeat this run" if repeated else None)
 
@@ -146,7 +153,10 @@ def _advice(run: Run) -> dict[str, Any]:
 
 
 def _looked_for(look: Callable[[], list[Advice]], notes: list[str]) -> dict[str, Any]:
-    """Return advice and notes. A failure or an interrupt ends the search for advice, but must not lose the figures."""
+    """Return the advice that `look` finds, and the notes, as keys of a report.
+
+    A failure or an interrupt ends the search for advice, and becomes a note. The figures must not be lost.
+    """
     try:
         return {"advice": [asdict(advice) for advice in look()], "notes": notes}
     except (Exception, KeyboardInterrupt) as error:
@@ -188,7 +198,7 @@ def _find_replica(run: Path, folder: Path, earlier: str) -> list[Path]:
 
 
 def _incomplete(run: Path, attempt: Path, expected: int, missing: Sequence[int]) -> str:
-    """Return the message about missing traces, with the hosts that hold them if these are known.
+    """Return the error message about missing traces. It names the hosts that hold them, if these are known.
 
     Each host keeps the traces of its own stages. They are sent to rank 0 when the run ends normally.
     """

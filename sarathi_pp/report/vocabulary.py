@@ -28,7 +28,7 @@ CAUSES = {
     "starvation_s": "nothing can be issued",
     "unexplained_s": "measured beyond what the model of the run accounts for",
 }
-# Above this mean error of the fitted costs, causes are rough.
+# If the fitted cost model is off by more than this share on average, the causes are only rough.
 _ROUGH_FIT = 0.2
 LATENCIES = {
     "ttft_s": "time to the first token",
@@ -49,7 +49,7 @@ def cause_name(key: str) -> str:
 
 
 def doubt(report: Mapping[str, Any]) -> str:
-    """Return a warning about rough causes; empty if they can be trusted."""
+    """Return a warning if the causes in a report are rough; an empty text if they can be trusted."""
     error = report.get("cost_error") or 0.0
     if error <= _ROUGH_FIT:
         return ""

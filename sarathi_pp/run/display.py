@@ -50,7 +50,7 @@ class BatchDisplay(Display, Protocol):
     """A view of a batch for its user."""
 
     def fold(self, finished: FinishedRun) -> dict[str, Any]:
-        """Fold the run's traces into its report, which the run directory keeps."""
+        """Make the report of the run from its traces, write it to the run directory, and return it."""
         ...
 
     def nothing_left(self, num_rows: int, num_errors: int) -> None: ...

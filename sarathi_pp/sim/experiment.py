@@ -61,10 +61,10 @@ class Experiment:
         return repartition(cost, partition(self.profile.num_layers, self.stages))
 
     def limits(self) -> Limits:
-        """Return the limits of the run.
+        """Return the fixed numbers that scheduling depends on, such as chunk size and KV pages.
 
         Raises:
-            ConfigError: the workload has requests that never fit, or a slow stage does not exist.
+            ConfigError: a request of the workload can never fit, or `slow` names a stage that the run does not have.
         """
         num_stages = len(self.cost().stages)
         room = self.profile.pages * self.profile.page_size

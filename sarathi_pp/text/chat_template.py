@@ -2,10 +2,10 @@
 
     encode_chat -> Renderer -> one JSON line -> [child: jinja's sandbox] -> one JSON line -> text
 
-A sandbox limits what an expression may touch, but not what it may take. `7 ** 500000000` holds the interpreter's lock
-until it is done, and `'x' * 10**11` takes all memory of the machine. Such expressions cannot all be listed, but a
-process can be limited and killed. It is started with the first conversation, and again after one for which it was
-killed.
+A sandbox limits the objects that an expression may use, but not its time and memory. `7 ** 500000000` holds the
+interpreter's lock until it is done, and `'x' * 10**11` takes all memory of the machine. Such expressions cannot all be
+listed, but a process can be limited and killed. The process starts with the first conversation. If it was killed, it
+starts again with the next one.
 """
 
 from __future__ import annotations
@@ -25,33 +25,40 @@ from typing import BinaryIO
 
 from sarathi_pp.errors import RowError, signal_name
 
+# Limits of one conversation: bytes of its text, seconds of CPU time, bytes of memory.
 MAX_RENDERED_BYTES = 16 * 2**20
 MAX_RENDER_S = 10.0
-# This is in addition to the memory that the child has when it is ready. It holds a conversation of 16 MiB several
-# times.
+# This is in addition to the memory that the child has before the first conversation. A conversation of 16 MiB fits into
+# it several times.
 MAX_RENDER_MEMORY_BYTES = 512 * 2**20
 
-# Most characters of a template's own error text, which the template may make as long as it likes.
+# Most characters that are kept of a template's own error text, which may have any length.
 _MOST_REASON = 1000
 
 _PR_SET_PDEATHSIG = 1
-# Only the run handles these signals: a signal to all processes of a job must not turn prepared rows into errors.
+# Signals that the child ignores and the run handles. A signal may go to all processes of a job. If it ended the child,
+# the conversations of this moment would become error lines.
 _NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 Message = Mapping[str, object]
 
 
 class Renderer:
-    """The process that renders one conversation at a time. It ends with this object, or with this process."""
+    """A child process that renders one conversation at a time. It ends with this object, or with the parent process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        # The process ends with the thread that started it, so a caller's thread must not start it.
+        # The system kills the child when the thread that started it ends. So a thread of this object starts it, not the
+        # thread of a caller.
         self._starter = ThreadPoolExecutor(1, "template")
         self._end: Callable[[], object] = lambda: None
 
     def render(self, template: str, messages: Sequence[Message], special_tokens: Mapping[str, object]) -> str:
-        """Return the text, with the opening of the answer.
+        """Return the text of a conversation, with the opening of the model's answer at its end.
+
+        Args:
+            template: source of the Jinja template.
+            special_tokens: text of each special token by name, such as `bos_token`. The template may use them.
 
         Raises:
             RowError: `chat_template_error`. The template refused or failed, computed for more than MAX_RENDER_S, took
@@ -59,7 +66,7 @@ class Renderer:
         """
         asked = {
             "template": template,
-            # As transformers does, because templates take a key that is present for one that is set.
+            # Keys with None are left out, as in transformers, because templates only ask whether a key is present.
             "messages": [{key: value for key, value in one.items() if value is not None} for one in messages],
             "special_tokens": special_tokens,
         }
@@ -77,13 +84,13 @@ class Renderer:
             self._end()
             raise _failed(f"its process is gone: {error}") from error
         except BaseException:
-            self._end()  # a late answer would be taken for the next one
+            self._end()  # otherwise a late answer would be taken for that of the next conversation
             raise
         if not answer.endswith(b"\n"):
             raise _failed(_why(process.wait()))
         found = json.loads(answer)
         if "spent" in found:
-            self._end()  # its state is not known
+            self._end()  # after it ran out of memory, the state of the child is not known
         if "error" in found:
             raise _failed(found["error"])
         text: str = found["text"]
@@ -92,7 +99,7 @@ class Renderer:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._end()
-            # It has its own session, because the terminal's Ctrl-C is for the run.
+            # The child has its own session, because Ctrl-C in the terminal must reach only the run.
             limits = map(str, (MAX_RENDER_S, MAX_RENDER_MEMORY_BYTES, MAX_RENDERED_BYTES))
             self._process = self._starter.submit(_started, limits).result()
             self._end = weakref.finalize(self, _end, self._process)
@@ -122,13 +129,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        with suppress(OSError):  # bytes that it had not read
+        with suppress(OSError):  # the process had not read all bytes
             if stream is not None:
                 stream.close()
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_bytes: int, limit_bytes: int) -> None:
-    """Run the child: answer each request until there are no more, or until the parent is gone for any reason."""
+    """Run the child process: render one conversation per line of `requests`, until they end or the parent has ended.
+
+    Args:
+        limit_s: most CPU seconds per conversation.
+        limit_memory_bytes: most memory, in addition to that of the child at its start.
+        limit_bytes: most bytes of a rendered text.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in _NOT_OURS:
         signal.signal(number, signal.SIG_IGN)
@@ -150,7 +163,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_b
 
     _bound_memory(limit_memory_bytes)
     while line := requests.readline():
-        # When the timer ends, it ends this process, whatever holds the interpreter's lock.
+        # When the time is over, the timer's signal ends this process, even while code holds the interpreter's lock.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             found = answer(line)
@@ -169,7 +182,7 @@ def _bound_memory(more_bytes: int) -> None:
     try:
         with open("/proc/self/statm", "rb") as sizes:
             most = int(sizes.read().split()[0]) * resource.getpagesize() + more_bytes
-    except OSError:  # without /proc, the size of the address space is not known, only its resident part
+    except OSError:  # without /proc, only the resident memory is known, and another limit is set with it
         kind = resource.RLIMIT_DATA
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + more_bytes
     _, hard = resource.getrlimit(kind)

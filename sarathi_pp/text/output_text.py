@@ -1,9 +1,9 @@
-"""The text of an output as it comes: the text that the output adds to that of its prompt.
+"""The text of an output while its tokens arrive: the text that the output adds to that of its prompt.
 
     prompt ids           output ids
     . . . . . . . . [c c]. . . . . .
                      |   `- text = decode(context + output) without decode(context)
-                     `----- context: the end of the prompt that decides how the output's first tokens read
+                     `----- context: the last tokens of the prompt, which decide how the output's first ones decode
 
 Decoding an output alone would drop its first space with many tokenizers. It would also break a character whose first
 bytes are in the prompt.
@@ -17,17 +17,17 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-# The beginning of a context is not searched further back than this.
+# The beginning of a context is searched in this number of last tokens of the prompt.
 _LONGEST_CONTEXT = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-# Decoders that turn each token into text separately, except for changes at the ends of the whole text.
+# Decoders of the tokenizers library that turn each token into text separately. They may change both ends of the text.
 _BY_TOKEN = ("Replace", "ByteFallback", "Metaspace", "WordPiece", "BPEDecoder", "Strip")
-# Decoders that make one text of all tokens.
+# Decoders that first join all tokens, and then make one text of them.
 _FUSING = ("Fuse", "ByteLevel")
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that decoding an output needs."""
+    """The methods of a tokenizer with which an output is decoded. See Tokenizer, which has them all."""
 
     def visible(self, token_id: int, *, skip_special_tokens: bool) -> bool: ...
 
@@ -57,10 +57,13 @@ class OutputText:
         return self._tokenizer.visible(token_id, skip_special_tokens=self._skip)
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these first tokens of the output.
+        """Return the text of an output.
 
-        It begins at the first character that the prompt's text does not have. Bytes at the end of a prompt read as
-        U+FFFD until the output completes their character. Bytes of an output that make no character can spoil the
+        Args:
+            token_ids: tokens of the output, from its first one on.
+
+        The text begins at the first character that the prompt's text does not have. Bytes at the end of a prompt read
+        as U+FFFD until the output completes their character. Bytes of an output that make no character can spoil the
         prompt's last character, which is not part of the output.
         """
         whole = self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=self._skip)
@@ -72,24 +75,29 @@ class OutputText:
         return whole[same:]
 
     def of_part(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens from the middle of the output. Its beginning may differ."""
+        """Return the text of tokens from the middle of the output. Its beginning may be wrong, such as a space."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
 
 class StopChecker:
-    """A search for stop strings in the output of one request, as its tokens come.
+    """A search for stop strings in the output of one request, while its tokens arrive.
 
-    Only the last tokens are decoded each time, enough for the longest stop string and some context. (A decoder may
-    change the start of a text, for example drop a space. This must not reach the part that is searched.) So a token
+    Args:
+        text: decodes the output.
+        stop: the stop strings.
+        stop_ids: ids of special tokens that are written like a stop string. They are compared by id, since decoding
+            hides them.
+
+    For each token, only the last tokens are decoded: enough for the longest stop string and some context. (A decoder
+    may change the start of a text, for example drop a space. This must not reach the part that is searched.) So a token
     costs the same at the end of a long output as at its start:
 
         ids    . . . . . . . . . . . . [. . . . . . . .]
-                                        `- window: at least `reach` characters, halved at twice that
+                                        `- window: at least `reach` characters, halved when it has twice that number
 
-    If the bytes of a character are in several tokens, it comes out right once its last byte is in the window. For that,
-    the window must not begin inside a character: some decoders give up on a whole run of bytes for one misplaced byte.
-    A match is confirmed on the whole output. So `push` is never true unless the text holds a stop string. A stop string
-    that is written like a special token is matched by its id, since decoding hides it.
+    If the bytes of a character are in several tokens, it is right when its last byte is in the window. For that, the
+    window must not begin inside a character: for one misplaced byte, some decoders decode none of the bytes next to it.
+    A match is confirmed on the whole output. So `push` is never true unless the text holds a stop string.
     """
 
     _CONTEXT = 16
@@ -103,7 +111,7 @@ class StopChecker:
         self._start = 0
 
     def push(self, token_id: int) -> bool:
-        """Take the next token, and return whether the output so far holds a stop string."""
+        """Add the next token of the output, and return whether the output so far holds a stop string."""
         if token_id in self._stop_ids:
             return True
         if not self._text.visible(token_id):
@@ -122,7 +130,8 @@ class StopChecker:
     def _narrow(self, *, force: bool) -> None:
         """Halve the window if it then begins with a whole character.
 
-        With `force`, halve it anyway: its bytes make none.
+        Args:
+            force: halve it in any case, because its bytes make no characters at all.
         """
         middle = (self._start + len(self._ids)) // 2
         for start in range(middle, middle + 4):  # a character has at most 4 bytes, so at most 4 tokens
@@ -133,7 +142,9 @@ class StopChecker:
 
 
 def decodes_locally(backend: Any) -> bool:
-    """Return whether a short context decides how the tokens after it read. Return False if that is not known.
+    """Return whether a few tokens of context are enough to decode the tokens after them.
+
+    Return False if that is not known. Then the whole prompt must be the context.
 
     Args:
         backend: a transformers tokenizer.
@@ -141,7 +152,7 @@ def decodes_locally(backend: Any) -> bool:
     if not backend.is_fast:
         return False
     rust = backend.backend_tokenizer
-    # Clean-up replaces parts all over the text, and earlier replacements decide what later ones find.
+    # Clean-up replaces strings anywhere in the text, so a change at the start can affect later text.
     if backend.clean_up_tokenization_spaces and type(rust.model).__name__ != "BPE":
         return False
     if getattr(backend, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False):
@@ -160,12 +171,12 @@ def decodes_locally(backend: Any) -> bool:
 
 
 def find_context(tokenizer: Decoder, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-    """Return the end of a prompt after which an output reads as after the whole prompt.
+    """Return the last tokens of a prompt, after which an output decodes to the same text as after the whole prompt.
 
-    The decoder must be a local one.
+    `decodes_locally` must be true for the tokenizer.
 
-    The context begins with a token that begins a character. This token is no byte of a run of byte tokens. It is not
-    white space alone, which some decoders drop at the start of a text.
+    The first of these tokens begins a character. It is not a single byte, and not white space alone, which some
+    decoders drop at the start of a text. If the last tokens of the prompt have no such token, return the whole prompt.
     """
     last = token_ids[-_LONGEST_CONTEXT:]
     for start in reversed(range(len(last))):

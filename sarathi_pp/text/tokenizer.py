@@ -20,12 +20,13 @@ from sarathi_pp.text.chat_template import Renderer
 from sarathi_pp.text.output_text import OutputText, StopChecker, decodes_locally, find_context
 from sarathi_pp.text.tokenizer_backend import load_backend
 
-# A shorter text is encoded at once, which takes up to some hundred bytes of memory per character.
+# Characters of a piece of a text. Encoding takes up to some hundred bytes of memory per character. So the tokens of a
+# longer text are first counted piece by piece.
 _PIECE_CHARS = 2**18
-# More tokens than one cut can add, also for a cut of a word that is too long for a vocabulary of words.
+# A cut between two pieces may add tokens. It adds fewer than this, even within a very long word.
 _TOKENS_A_CUT = 256
-# A text of up to this length is accepted whatever the vocabulary, since a tokenizer may fold white space into few
-# tokens.
+# A text of up to this length is never refused by its number of characters alone, since a tokenizer may turn much white
+# space into few tokens.
 _MAX_FOLDED_CHARS = 2**20
 # A directory with none of these files has no tokenizer, whatever its config.json promises.
 _TOKENIZER_FILES = (
@@ -48,7 +49,8 @@ class EncodedPrompt:
     """The token ids of a text.
 
     Attributes:
-        paragraph_ends: see Request; empty unless requested and known.
+        paragraph_ends: for each paragraph, the number of tokens up to its end. Empty unless it was requested and the
+            tokenizer knows the positions of tokens in the text.
     """
 
     token_ids: tuple[int, ...]
@@ -81,7 +83,7 @@ def has_tokenizer(model_dir: Path) -> bool:
 class Tokenizer:
     """The tokenizer of the model in a local directory, checked against the model's embedding.
 
-    Without tokenizer files, it still checks `prompt_token_ids` and finishes requests, with null for their text.
+    Without tokenizer files, this class still checks `prompt_token_ids` and finishes requests, with null for their text.
     Encoding and decoding may run in different threads at the same time.
     """
 
@@ -91,6 +93,7 @@ class Tokenizer:
         Args:
             backend: a transformers tokenizer; None without tokenizer files.
             vocab_size: rows of the embedding. Legal ids are [0, vocab_size).
+            eos_token_ids: ids that end an output.
         """
         self._backend = backend
         self._vocab_size = vocab_size
@@ -103,7 +106,7 @@ class Tokenizer:
             if backend.vocab_size > vocab_size:
                 raise InputError(
                     f"the tokenizer has {backend.vocab_size} tokens and the model's embedding {vocab_size} rows: "
-                    f"they belong to different models"
+                    f"they belong to different models; give the tokenizer files of this model"
                 )
             added = backend.added_tokens_decoder.items()
             self._special_ids = frozenset(backend.all_special_ids) | {number for number, one in added if one.special}
@@ -119,8 +122,8 @@ class Tokenizer:
         """Return the tokenizer of a model directory.
 
         Raises:
-            InputError: the files make no tokenizer of this model.
-            UnsafeError: the tokenizer is remote code.
+            InputError: the files cannot be loaded as a tokenizer, or belong to another model.
+            UnsafeError: the tokenizer is Python code that the model directory names.
         """
         if not has_tokenizer(model_dir):
             return cls(None, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
@@ -133,7 +136,7 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """Return the id of the unknown token, which stands for text that has no token; None if there is none."""
+        """Return the id of the token for text that has no other token; None if the tokenizer has no such token."""
         return self._backend.unk_token_id if self._backend is not None else None
 
     def end_token_doubt(self) -> str | None:
@@ -155,15 +158,16 @@ class Tokenizer:
         paragraphs: bool = False,
         most_tokens: int | None = None,
     ) -> EncodedPrompt:
-        """Return a prompt with the tokenizer's special tokens. An empty prompt is the BOS token alone.
+        """Return the token ids of a text prompt, with the special tokens that the tokenizer puts around text.
 
-        A text that begins with the BOS token, such as that of a chat template, gets no second one.
+        BOS is the beginning-of-sequence token. A text that begins with it, such as that of a chat template, gets no
+        second one. An empty text becomes the BOS token alone.
 
         Args:
-            add_special_tokens: False takes the text as it is.
-            paragraphs: find the ends of paragraphs.
-            most_tokens: number of tokens that there is room for. A long text that cannot fit is refused before it is
-                encoded. A text that might fit can still turn out to be longer.
+            add_special_tokens: False adds no special tokens.
+            paragraphs: True to find the ends of paragraphs.
+            most_tokens: most tokens that the run can take; None for no limit. A much longer text is refused before it
+                is encoded. The result may still have more tokens than this, so the caller must check it.
 
         Raises:
             RowError: `no_tokenizer`, `empty_prompt` (nothing to continue and no BOS), `invalid_token_id`,
@@ -186,7 +190,9 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False, most_tokens: int | None = None
     ) -> EncodedPrompt:
-        """Return the chat template's rendering of the messages, with the opening of the answer.
+        """Return the token ids of a conversation, which the model's chat template turns into one text.
+
+        The text ends with the opening of the model's answer. The other arguments are those of `encode_prompt`.
 
         Raises:
             RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or took
@@ -209,7 +215,7 @@ class Tokenizer:
         return encoded
 
     def check_token_ids(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids, all of which have a row in the embedding. Raise RowError (`invalid_token_id`)."""
+        """Return the ids as a tuple. Raise RowError (`invalid_token_id`) if one has no row in the model's embedding."""
         ids = tuple(token_ids)
         # min and max run at C speed. The position is only searched if there is a wrong id.
         if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
@@ -226,7 +232,10 @@ class Tokenizer:
         return text
 
     def visible(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Return whether `decode` can show this token. It cannot show padding rows of the embedding."""
+        """Return whether `decode` can show this token.
+
+        It cannot show a special token that is skipped, or an id that has a row in the embedding but no token.
+        """
         return token_id < self._num_known and not (skip_special_tokens and token_id in self._special_ids)
 
     def written(self, token_id: int) -> str:
@@ -235,7 +244,10 @@ class Tokenizer:
         return written
 
     def context(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Return the end of a prompt that decides how its output reads: the whole prompt if that is not known."""
+        """Return the last tokens of a prompt, which decide how the first tokens of its output decode.
+
+        If their number is not known, return the whole prompt.
+        """
         if not self._decodes_locally:
             return list(prompt_token_ids)
         return find_context(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
@@ -257,9 +269,9 @@ class Tokenizer:
         return token_id if token_id in self._special_ids and self.written(token_id) == text else None
 
     def finish(self, completion: Completion) -> str | None:
-        """Return the text that a finished request adds to that of its prompt, cut at the first stop string.
+        """Return the text of a finished request's output, cut at the first stop string; None without tokenizer files.
 
-        The token that ended it is left out, unless special tokens are to be shown. It is None without tokenizer files.
+        The end-of-sequence token is left out, unless the request shows special tokens.
         """
         if self._backend is None:
             return None
@@ -282,9 +294,10 @@ class Tokenizer:
         return frozenset(token_id for token_id in map(self.special_id, stop) if token_id is not None)
 
     def _refuse_longer(self, text: str, most_tokens: int | None) -> None:
-        """Refuse a long text by its characters, then by the tokens of its pieces.
+        """Refuse a text that certainly has more than `most_tokens` tokens, before it is encoded as a whole.
 
-        It is refused before it is encoded, since that takes memory.
+        Encoding a very long text would take much memory. First the number of characters is compared with the length of
+        the longest token. Then the tokens of the pieces are counted.
 
         Raises:
             RowError: `context_length_exceeded`. It is never raised for a text that would fit.
@@ -301,7 +314,8 @@ class Tokenizer:
             else:
                 return
         raise RowError(
-            "context_length_exceeded", f"the text has {len(text)} characters; they do not fit into {most_tokens} tokens"
+            "context_length_exceeded",
+            f"the text has {len(text)} characters; they do not fit into {most_tokens} tokens; shorten the text",
         )
 
     def _encode(self, text: str, *, special: bool, paragraphs: bool = False) -> EncodedPrompt:
@@ -312,7 +326,7 @@ class Tokenizer:
             found = backend(text, add_special_tokens=special, verbose=False, **located)
         except (TypeError, UnicodeEncodeError) as error:
             # The library raises these for lone surrogates, which JSON can write ("\ud800") and UTF-8 cannot.
-            raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; it is not Unicode") from error
+            raise RowError("invalid_parameter", "the prompt holds half a surrogate pair; remove it") from error
         ends = _paragraph_ends(text, found["offset_mapping"]) if located else ()
         return EncodedPrompt(tuple(found["input_ids"]), ends)
 
@@ -325,13 +339,13 @@ class Tokenizer:
 
 
 def _paragraph_ends(text: str, offsets: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return for each blank line of the text the number of tokens that complete it, ascending.
+    """Return, for each paragraph that a blank line ends, the number of tokens up to its end, in ascending order.
 
-    A token that continues after the blank line belongs to the paragraph before it. Tokenizers that drop blank lines cut
-    before the first token of the next paragraph.
+    If a token reaches from the blank line into the next paragraph, it counts as the end of the paragraph before. If the
+    tokenizer drops blank lines, a paragraph ends before the first token of the next one.
 
     Args:
-        offsets: place of each token in the text; (0, 0) for special tokens.
+        offsets: first and end character of each token in the text; (0, 0) for special tokens.
     """
     breaks = deque(found.end() for found in _PARAGRAPH_BREAK.finditer(text))
     ends: list[int] = []

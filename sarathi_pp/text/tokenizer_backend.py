@@ -1,10 +1,10 @@
-"""A loader of a model directory's tokenizer for which tokenizer.json alone decides ids and text.
+"""Load the tokenizer of a model directory, so that tokenizer.json alone decides token ids and text.
 
-`AutoTokenizer` picks a class by the names in tokenizer_config.json and config.json. Since transformers 5 many classes
-(LlamaTokenizer, Qwen2Tokenizer, GPT2Tokenizer, ...) take only the vocabulary from tokenizer.json. They build
-normalizer, pre-tokenizer and decoder themselves. For example, a checkpoint that splits digits then gets other tokens
-than those of its training, and these depend on the version. The class that wraps tokenizer.json as it is gives the same
-tokens everywhere.
+`AutoTokenizer` of transformers chooses a class by the names in tokenizer_config.json and config.json. Since
+transformers 5 many classes (LlamaTokenizer, Qwen2Tokenizer, GPT2Tokenizer, ...) take only the vocabulary from
+tokenizer.json. They build normalizer, pre-tokenizer and decoder themselves. For example, a checkpoint that splits
+digits then gets other tokens than those of its training, and these depend on the version of transformers. The class
+that uses tokenizer.json without changes gives the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from sarathi_pp.errors import InputError, StoppedError, UnsafeError
 
-# A class has its own defaults for these tokens. They apply unless a file names the token or null.
+# Special tokens for which each class has its own default. It applies unless a file names the token, or null.
 _NAMED_BY_CLASS = ("bos_token", "eos_token")
 
 
@@ -24,14 +24,14 @@ def load_backend(model_dir: Path) -> Any:
     """Return the transformers tokenizer of a directory that has tokenizer files.
 
     Raises:
-        InputError: the files make no tokenizer.
-        UnsafeError: the tokenizer is Python code of its own.
+        InputError: the files cannot be loaded as a tokenizer.
+        UnsafeError: the tokenizer is Python code in the model directory.
     """
     try:
         return _load(model_dir)
     except StoppedError:
         raise
-    except Exception as error:  # whatever a file makes the library raise, the file is the cause
+    except Exception as error:  # the library raises many kinds of errors for a bad file
         if "trust_remote_code" in str(error):
             raise UnsafeError(f"the tokenizer in {model_dir} is Python code of its own, which is not run") from error
         raise InputError(f"the tokenizer in {model_dir} cannot be loaded: {error}") from error
@@ -44,7 +44,7 @@ def _load(model_dir: Path) -> Any:
         return _load_by_class(model_dir)
     named = _read_object(model_dir / "tokenizer_config.json")
     if "auto_map" in named:
-        _load_by_class(model_dir)  # raises unless transformers can do without the code
+        _load_by_class(model_dir)  # raises an error unless transformers can load it without the code
     backend = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
     named |= _read_object(model_dir / "special_tokens_map.json")
     missing = [name for name in _NAMED_BY_CLASS if name not in named]

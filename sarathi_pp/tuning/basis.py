@@ -1,4 +1,7 @@
-"""The times and the memory from which a plan is made: of a profile, or estimated for a device here or elsewhere."""
+"""The times and the memory from which `plan` computes a plan. Times come from a profile, or are estimated for a device.
+
+The device may be here or elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,22 @@ from sarathi_pp.tuning.fitting import Rooms
 from sarathi_pp.tuning.hardware import Device, local_memories
 from sarathi_pp.tuning.model_memory import ModelMemory, PlannedModel
 
-# An assumed link between stages: gloo over loopback, or through host memory.
+# The link that is assumed between stages: gloo on one host, or through the memory of the hosts.
 _LINK_LATENCY_S = 1e-3
 _LINK_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The source of times and memory.
+    """The times and the memory for a plan.
 
     Attributes:
-        source: profile or estimate.
-        profile: times of some split of the layers. Its pages are not used.
-        device: cpu or cuda.
-        cost_of: returns the costs of the same stages with other layers.
+        source: origin of the times, "profile" or "estimate".
+        profile: times of the stages for one layer split. Its number of KV pages is not used.
+        device: "cpu" or "cuda".
+        cost_of: returns the cost model of the same stages with another layer split.
         rooms: memory of the stages' devices.
-        devices: device of each rank; empty if they are those of this host.
+        devices: device of each rank; empty if the plan is for this host.
     """
 
     source: str
@@ -50,12 +53,15 @@ class Basis:
 
 
 def measured_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Device]) -> Basis:
-    """Take times from the run's profile.
+    """Return a basis whose times come from the run's profile.
 
-    The KV cache is that of the profile's stages, unless devices are described.
+    The KV cache is that of the stages in the profile, unless the user has described devices.
+
+    Args:
+        devices: devices elsewhere that the user has described; empty for this host.
 
     Raises:
-        ConfigError: the profile is that of another model.
+        ConfigError: the profile belongs to another model.
         MissingError, InputError: see `read_profile`.
     """
     assert config.profile is not None
@@ -71,10 +77,13 @@ def measured_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Dev
 
 
 def estimated_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Device]) -> Basis:
-    """Estimate times from the model's shape. Memory is that of the devices, or of this host.
+    """Return a basis whose times are estimated from the model's shape. The memory is that of the devices or this host.
+
+    Args:
+        devices: devices elsewhere that the user has described; empty for this host.
 
     Raises:
-        ConfigError: --device cuda, and this host has no GPU.
+        ConfigError: the option is --device cuda, and this host has no GPU.
     """
     facts, shards = model.facts, config.tensor_parallel_size
     if config.device == "cuda" and not devices and not torch.cuda.is_available():

@@ -50,6 +50,8 @@ def run_profile(
     """Run one rank of a calibration, and return the exit code of this process. Rank 0 writes the profile.
 
     Args:
+        env: rank of this process; None if it is the only one.
+        output: path of the profile.
         overwrite: the run directory may replace that of an earlier run. If the configuration names no run directory,
             it is deleted at the end.
     """
@@ -58,7 +60,8 @@ def run_profile(
         config, model_dir, profile, facts = open_model(config)
     except SarathiError as error:
         return refuse(error, env, config.join_timeout_s, display)
-    # In the launcher's own directory, if there is one. The launcher removes it, and a failed rank would not.
+    # The run directory is in the launcher's own directory, if there is one. The launcher removes it even if a rank
+    # fails.
     private = Path(env.store).parent if env.store else None
     with TemporaryDirectory(prefix="sarathi-pp-", dir=private) as scratch, ExitStack() as held:
         run_dir = RunDirectory(config.run_dir or Path(scratch) / "run")
@@ -86,12 +89,12 @@ def run_profile(
 
 
 def calibration_config(config: RunConfig) -> RunConfig:
-    """Return the configuration of the run that measures the stages of this run."""
+    """Return the configuration of the calibration run that measures the stages of a run with this configuration."""
     return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None, head="last")
 
 
 def _answer(rank: Rank, display: Display) -> None:
-    """Answer the requests of the timetable. They are token ids and need no tokenizer."""
+    """Run the requests of the timetable on rank 0. Their prompts are token ids, so no tokenizer is needed."""
     run, facts = rank.run, rank.checked.facts
     rank.checked.run_dir.begin(rank.describe())
     rows = _rows(run, facts)
@@ -114,7 +117,7 @@ def _rows(run: ResolvedRun, facts: ModelFacts) -> list[Row]:
 
 
 def _write_profile(run: ResolvedRun, facts: ModelFacts, traces: Sequence[Path], output: Path) -> dict[str, Any]:
-    """Fold the traces, and write the profile. Return it with the facts that are shown.
+    """Compute the profile from the traces, and write it. Return it as JSON, with further figures for the user.
 
     Raises:
         ConfigError: see `measure`.
@@ -166,7 +169,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, measurement: Measurement, dtyp
 class _Discard:
     """A sink that discards the answers.
 
-    It raises for a failed request, because a model whose logits are not finite has not been measured.
+    It raises an error for a failed request: then the model's logits are not finite, and its times say nothing.
     """
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:

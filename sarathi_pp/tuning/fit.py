@@ -2,10 +2,10 @@
 
     t = a0 + a1 * tiles(n) + a2 * sum(x*L + x*x/2) + a3 * sum(KV) + (a4 + head_s) * decodes
 
-Each stage is fitted separately, by least squares on relative errors, with coefficients of at least 0. Spans that do
-not fit the others get less weight in a few rounds (Huber's loss). So short disturbances of the machine do not count. If
-times vary, that fit is below the mean by about twice their relative variance. So each stage is scaled at the end, and
-its modelled total equals the measured one.
+core/cost/model.py defines the symbols. Each stage is fitted separately, by least squares on relative errors, with
+coefficients of at least 0. In several rounds, spans that do not fit the others get less weight (Huber's loss). So short
+disturbances of the machine hardly count. If times vary, that fit is below the mean by about twice their relative
+variance. So each stage is scaled at the end, until its modelled total equals the measured one.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink
 from sarathi_pp.sim.pipeline import Link, Links
 
-# Shapes without stages: plain proportionality, then the other shapes that linear layers may have.
+# Shapes of the cost of linear layers, as cost models without stages: proportional to the tokens, then with a ridge,
+# then with tiles.
 _PLAIN = CostModel(1, ())
 _RIDGES = tuple(CostModel(1, (), ridge) for ridge in (4, 8, 12, 16))
 _TILES = tuple(CostModel(tile, ()) for tile in (16, 32, 64, 128, 256))
-# A shape must fit better than a simpler one by this factor. With noise, some tile always fits a little better, and
-# replaces the fixed cost of a microbatch. On a CPU, the fixed cost of a stage is 5 ms without a tile, and 0 with a tile
-# of 16. That tile fits because a few tokens wait for the weights. With it, `balanced` makes four times the number of
-# microbatches.
+# The error of a shape must be below that of a simpler shape times this factor. With noise, some tile always fits a
+# little better, and replaces the fixed cost of a microbatch. On a CPU, the fixed cost of a stage is 5 ms without a
+# tile, and 0 with a tile of 16. That tile fits because a few tokens wait for the weights. With it, `balanced` makes
+# four times the number of microbatches.
 _GAIN = 0.9
-# Errors up to this count as none.
+# Errors up to this value count as 0.
 _EXACT = 1e-9
-# Fewer microbatches are not enough for five coefficients.
+# Least number of microbatches for a fit of five coefficients.
 _LEAST_SPANS = 8
-# More microbatches add nothing new.
+# Of more microbatches, every second, third, ... one is used, because the others would add nothing new.
 _MOST_SPANS = 4096
+# Rounds in which spans that do not fit get less weight.
 _ROUNDS = 12
-# Rounds to find the latency. It starts as the shortest transfer, and no longer changes in the end.
+# Rounds to find the latency of an edge. The first guess is the shortest transfer. In the last rounds it hardly changes.
 _LINK_ROUNDS = 4
 # Huber's constant: errors beyond this number of standard deviations count linearly.
 _OUTLYING = 1.345
@@ -65,6 +67,7 @@ class Fit:
     """A fitted cost model and its error.
 
     Attributes:
+        model: the cost model.
         stage_errors: mean over the spans of |modelled - measured| / measured, for each stage.
     """
 
@@ -83,10 +86,10 @@ class Spans:
 
     Attributes:
         loads: load of each microbatch.
-        sampled: number of rows from which a token was drawn, per microbatch.
-        seconds: for each stage, a vector over the microbatches. An LM head counts on the last stage, even if the first
-            one computed it.
-        layers: [first, end) for each stage.
+        sampled: for each microbatch, the number of tokens that were drawn in it.
+        seconds: for each stage, a vector with the time of each microbatch. The time of an LM head counts on the last
+            stage, even if the first one computed it.
+        layers: for each stage, its layers as [first, end).
     """
 
     loads: Sequence[Load]
@@ -113,11 +116,12 @@ class Spans:
         )
 
     def chosen(self, mask: Mask) -> Spans:
+        """Return the spans of the microbatches for which the mask is True."""
         loads = [load for load, yes in zip(self.loads, mask, strict=True) if yes]
         return Spans(loads, self.sampled[mask], [seconds[mask] for seconds in self.seconds], self.layers)
 
     def ratios(self, model: CostModel) -> list[Vector]:
-        """Return modelled over measured seconds, by stage."""
+        """Return, for each stage, a vector of modelled / measured seconds over the microbatches."""
         return [
             np.array([model.seconds(stage, load) for load in self.loads]) / seconds
             for stage, seconds in enumerate(self.seconds)
@@ -127,7 +131,8 @@ class Spans:
 def fit_cost(timeline: Timeline) -> Fit | None:
     """Return the cost model of one run, for its own report; None if it has fewer than 8 microbatches.
 
-    A coefficient is almost arbitrary if its factor never varied. So the model is valid only for loads like the run's.
+    If a factor of the formula was the same in all microbatches, its coefficient is almost arbitrary. So the model is
+    valid only for loads like those of the run.
     """
     if timeline.num_returned < _LEAST_SPANS:
         return None
@@ -136,12 +141,16 @@ def fit_cost(timeline: Timeline) -> Fit | None:
 
 
 def assess(model: CostModel, spans: Spans) -> Fit:
-    """Return a model with its errors on these spans."""
+    """Return a cost model with its mean error on these spans, for each stage."""
     return Fit(model, tuple(float(np.abs(ratios - 1).mean()) for ratios in spans.ratios(model)))
 
 
 def fit_spans(spans: Spans) -> CostModel:
-    """Return the plain model, or one with the best ridge or tile, if that fits better by enough."""
+    """Return the cost model that is fitted to these spans.
+
+    Its linear layers take time in proportion to the tokens. If the best ridge or tile lowers the error by more than
+    10 %, it has this ridge or tile.
+    """
     stride = -(-len(spans.loads) // _MOST_SPANS)
     spans = spans.chosen(np.arange(len(spans.loads)) % stride == 0)
     shape = _PLAIN
@@ -158,24 +167,26 @@ def fit_spans(spans: Spans) -> CostModel:
 
 
 def measure_link(timeline: Timeline, counted: Mask, row_bytes: int) -> EdgeLink:
-    """Return one link for all edges between neighbouring stages. A single stage has no such edge.
+    """Return one link (latency and rate) for all edges between neighbouring stages.
+
+    A single stage has no such edge. Then return a link that takes no time.
 
     Args:
-        counted: microbatches that count.
-        row_bytes: size of one token's activations.
+        counted: for each microbatch, True if its transfers count.
+        row_bytes: bytes of one token's activations.
     """
     edges = [edge.chosen(counted) for edge in _forward_edges(timeline, row_bytes, len(counted))]
     return _fit_edge(_Transfers.joined(edges)) if edges else EdgeLink(0.0, _MOST_BYTES_PER_S)
 
 
 def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[EdgeLink]:
-    """Return one link per edge, the return edge last.
+    """Return one link (latency and rate) per edge. The edge from the last stage back to the first comes last.
 
-    The messages of the return edge are small, so their time is all latency.
+    The messages back are small, so all their time is latency.
 
     Args:
-        counted: microbatches that count.
-        row_bytes: size of one token's activations.
+        counted: for each microbatch, True if its transfers count.
+        row_bytes: bytes of one token's activations.
     """
     forward = [_fit_edge(edge.chosen(counted)) for edge in _forward_edges(timeline, row_bytes, len(counted))]
     ends = np.array(timeline.stages[-1].ends[: len(counted)])
@@ -186,7 +197,10 @@ def measure_links(timeline: Timeline, counted: Mask, row_bytes: int) -> list[Edg
 def measure_host(timeline: Timeline, counted: Mask) -> float:
     """Return the median seconds from the time when a stage could start a microbatch until it computes.
 
-    The stage sends, reads and prepares in this time.
+    In this time, Python on the host sends, receives and prepares.
+
+    Args:
+        counted: for each microbatch, True if it counts.
     """
     gaps = []
     for stage in timeline.stages:
@@ -197,9 +211,9 @@ def measure_host(timeline: Timeline, counted: Mask) -> float:
 
 
 def fit_links(timeline: Timeline) -> Links:
-    """Return the links of one run, one per edge, because edges between hosts are slow.
+    """Return the links of one run for the simulator: one per edge, because edges between hosts are slower than others.
 
-    Rates are in tokens per second, whatever the size of a token's activations is.
+    Their rates are in tokens per second, so the size of a token's activations need not be known.
     """
     found = measure_links(timeline, np.ones(timeline.num_returned, dtype=bool), row_bytes=1)
     return tuple(Link(fit.latency_s, fit.bytes_per_s, token_bytes=1) for fit in found)
@@ -210,9 +224,9 @@ class _Transfers:
     """The transfers over one edge, in the order of microbatches.
 
     Attributes:
-        sizes: bytes.
-        seconds: from the end of the compute span until the arrival.
-        after_s: from the previous arrival until this one; infinite for the first transfer.
+        sizes: size of each message in bytes.
+        seconds: time from the end of the compute span until the arrival at the next stage.
+        after_s: time from the arrival of the previous message until this arrival; infinite for the first message.
     """
 
     sizes: Vector
@@ -229,6 +243,7 @@ class _Transfers:
 
 
 def _forward_edges(timeline: Timeline, row_bytes: int, count: int) -> list[_Transfers]:
+    """Return the transfers of the first `count` microbatches over each edge from a stage to the next."""
     sizes = np.array([event.num_tokens * row_bytes for event in timeline.issued[:count]], dtype=float)
     found = []
     for upstream, stage in zip(timeline.stages, timeline.stages[1:], strict=False):
@@ -238,11 +253,11 @@ def _forward_edges(timeline: Timeline, row_bytes: int, count: int) -> list[_Tran
 
 
 def _fit_edge(transfers: _Transfers) -> EdgeLink:
-    """Fit the latency and the rate of an edge.
+    """Fit the latency and the rate of an edge to its transfers.
 
-    A message that finds the link busy occupies it from the previous arrival until its own. It finds the link busy if it
-    was ready before the previous message had left the link. To decide this, the latency must be known. So latency and
-    rate are fitted in rounds.
+    A message may find the link busy, because the previous message is still on it. Then it takes the time from the
+    previous arrival to its own arrival, without the latency. To decide which messages find the link busy, the latency
+    must be known. So latency and rate are fitted in several rounds.
     """
     latency_s = float(transfers.seconds.min(initial=np.inf))
     rate = 0.0
@@ -254,19 +269,27 @@ def _fit_edge(transfers: _Transfers) -> EdgeLink:
 
 
 def _prompts_ended(text: str, prompts: dict[int, int]) -> int:
-    """Return the number of prefill chunks in a printed microbatch that end their prompt, and so draw a token."""
+    """Return the number of prefill chunks in a printed microbatch that end their prompt. Each of them draws a token.
+
+    Args:
+        text: the printed microbatch.
+        prompts: number of prompt tokens by index of the sequence.
+    """
     return sum(int(b) + int(n) == prompts.get(int(s)) for s, b, n in _PREFILL_CHUNK.findall(text))
 
 
 def _seconds(stage: StageTimeline, count: int) -> Vector:
-    """Return span lengths. A span that is too short for the clock counts as one tick."""
+    """Return the seconds of a stage's first `count` compute spans. A span of length 0 counts as a nanosecond."""
     lengths = np.array(stage.ends[:count]) - np.array(stage.starts[:count])
     positive: Vector = np.maximum(lengths, 1e-9)
     return positive
 
 
 def _fit_shape(shape: CostModel, spans: Spans) -> tuple[float, list[StageCost]]:
-    """Return the mean error and the stages, whose a4 holds the whole cost of a decode."""
+    """Fit the coefficients of all stages for one shape. Return the mean error, and the cost of each stage.
+
+    The coefficient a4 includes the LM head here.
+    """
     design = np.array([shape.row(load) for load in spans.loads])
     stages, errors = [], []
     for layers, seconds in zip(spans.layers, spans.seconds, strict=True):
@@ -278,9 +301,12 @@ def _fit_shape(shape: CostModel, spans: Spans) -> tuple[float, list[StageCost]]:
 
 
 def _to_total(shape: CostModel, stage: StageCost, loads: Sequence[Load], seconds: Vector) -> StageCost:
-    """Return the stage with all coefficients scaled alike, so that its spans add up to the measured ones.
+    """Return the stage with all coefficients times one factor, so that modelled and measured times have the same total.
 
     A span that is off by more than three standard deviations counts as off by three. The excess is a disturbance.
+
+    Args:
+        seconds: measured time of each microbatch.
     """
     model = replace(shape, stages=(stage,))
     modelled = np.array([model.seconds(0, load) for load in loads])
@@ -292,7 +318,7 @@ def _to_total(shape: CostModel, stage: StageCost, loads: Sequence[Load], seconds
 
 
 def without_outliers(off: Vector) -> Vector:
-    """Return errors around 0, clipped to three standard deviations."""
+    """Return errors after clipping them to three standard deviations. They must be spread around 0."""
     bound = _MOST_OFF * MEDIAN_TO_SIGMA * float(np.median(np.abs(off)))
     return off.clip(-bound, bound)
 
@@ -304,7 +330,7 @@ def _robust_relative(design: Vector, seconds: Vector) -> Vector:
 
 def _robust(design: Vector, target: Vector) -> Vector:
     """Return coefficients c of at least 0 for which design @ c is nearly the target, by Huber's loss."""
-    # Columns differ by many orders of magnitude. On a common scale, the solver stops at the right point.
+    # The columns differ by many orders of magnitude. On a common scale, the solver stops at the right point.
     scale = np.maximum(design.max(axis=0), 1e-30)
     scaled = design / scale
     least = max(1e-9 * float(np.abs(target).max()), 1e-30)
@@ -319,10 +345,11 @@ def _robust(design: Vector, target: Vector) -> Vector:
 
 
 def _with_head(stages: list[StageCost], spans: Spans) -> tuple[StageCost, ...]:
-    """Return the stages, with the last stage's cost of a decode divided between its layers and the LM head.
+    """Return the stages, after the last one's cost of a decode is divided between its layers (a4) and LM head (head_s).
 
-    Layers cost the same there as on the other stages. For a single stage, prompts that end in a microbatch without
-    decodes give the LM head's cost, because they draw a token too. If there are none, that cost is 0.
+    The last stage's layers are assumed to cost the same as layers of the other stages. If there is no other stage, the
+    LM head's cost comes from microbatches without decodes in which a prompt ends, because such a prompt draws a token
+    too. If there are none, that cost is 0.
     """
     *others, last = stages
     if others:
@@ -334,7 +361,7 @@ def _with_head(stages: list[StageCost], spans: Spans) -> tuple[StageCost, ...]:
 
 
 def _sampled_row_s(stage: StageCost, spans: Spans) -> float:
-    """Return the extra seconds of a drawn token, from the microbatches without decodes."""
+    """Return the seconds that a drawn token adds to a microbatch, from the microbatches without decodes."""
     alone = np.array([load.decodes == 0 for load in spans.loads])
     prefills = spans.chosen(alone)
     if not prefills.sampled.any():

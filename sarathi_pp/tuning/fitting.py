@@ -1,8 +1,8 @@
-"""Compare the needs of stages with the memory of their devices, by the rules of a run's own checks.
+"""Compare the memory that stages need with the memory of their devices, by the same rules as the checks of a run.
 
 room      bytes that a rank may take of its device if all others take what they need (room_for)
 budget    bytes that a rank may give its KV pages after all weights are loaded (kv_budget_bytes)
-excess    bytes by which a stage exceeds either
+excess    bytes by which a stage exceeds its room or its budget
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Rooms:
     """The memory that the stages of a run have.
 
     Attributes:
-        memories: memory of each rank, stage by stage; empty if only a profile's KV cache is known.
-        profiled_bytes: KV cache of each stage in the profile; used if memories is empty.
+        config: the options of the run.
+        memories: memory of each rank, stage by stage; empty if only the KV cache of a profile is known.
+        profiled_bytes: size of each stage's KV cache in the profile, in bytes; used if memories is empty.
     """
 
     config: RunConfig
@@ -83,7 +84,11 @@ class Rooms:
         return self.config.tensor_parallel_size
 
     def _demands(self, stages: Sequence[int]) -> list[Demand]:
-        """Return the demand of each rank, on pools without the memory that a run leaves free."""
+        """Return the demand of each rank, on pools from which the memory that a run leaves free is subtracted.
+
+        Args:
+            stages: bytes that one rank of each stage takes.
+        """
         demands = []
         for rank, memory in enumerate(self.memories):
             kept = memory.kept_bytes(self.config)
@@ -92,6 +97,7 @@ class Rooms:
         return demands
 
     def _least_of_stages(self, ranks: Sequence[int]) -> list[int]:
+        """Return for each stage the smallest value of its ranks."""
         return [min(ranks[start : start + self._shards]) for start in range(0, len(ranks), self._shards)]
 
 
@@ -100,11 +106,13 @@ def within_memory(
 ) -> StageSeconds:
     """Return stage times with a penalty for a stage that does not fit its device. The penalty grows with the excess.
 
-    Any stage that fits takes less than any stage that does not. So a split by these times fits if any split does.
+    Any stage that fits takes less time than any stage that does not. So a split by these times fits if any split does.
 
     Args:
-        rooms: bytes that each stage's rank may take.
-        num_requests: requests of the longest length for which a stage must have KV pages.
+        seconds: time of a stage with the layers [first, end), without the penalty.
+        memory: memory that a stage needs.
+        rooms: for each stage, the bytes that one of its ranks may take.
+        num_requests: number of requests of the longest length for which a stage must have KV pages.
     """
     slowest_s = max(seconds(stage, 0, memory.num_layers) for stage in range(len(rooms)))
 
@@ -116,12 +124,12 @@ def within_memory(
 
 
 def fill(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> Layers | None:
-    """Return a split in which each stage, from the first on, takes as many layers as fit; None if no split fits.
+    """Return the layer split in which each stage, from the first on, takes the most layers that fit.
 
-    Each stage gets at least one layer.
+    Each stage gets at least one layer. Return None if no split fits.
 
     Args:
-        rooms: bytes that each stage's rank may take.
+        rooms: for each stage, the bytes that one of its ranks may take.
     """
     split, first = [], 0
     for stage, room in enumerate(rooms):
@@ -138,11 +146,11 @@ def fill(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> Layers |
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which the model would fit.
+    """A change of options with which the model would fit.
 
     Attributes:
-        options: options of `plan`.
-        text: explanation for the user.
+        options: options of `plan` with their values, one after the other.
+        text: what the change needs, for the user, such as "on 2 hosts like this one".
     """
 
     options: tuple[str, ...]
@@ -150,7 +158,7 @@ class Remedy:
 
 
 def find_remedies(memory: ModelMemory, rooms: Rooms, chunk_size: int) -> Iterator[Remedy]:
-    """Yield changes of stages, shards, devices or hosts with which the model fits. Each one is tried first."""
+    """Yield changes of stages, shards, devices or hosts with which the model fits. Each is tested before."""
     if memory.device == "cpu":
         if rooms.memories and (count := _more_hosts(memory, rooms.memories[0], chunk_size)) is not None:
             hosts = count * memory.config.tensor_parallel_size
@@ -188,7 +196,13 @@ def _more_hosts(memory: ModelMemory, host: DeviceMemory, chunk_size: int) -> int
 
 
 def _more_stages(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> int | None:
-    """Return the fewest stages that fit these devices and more devices like the smallest one; None if none do."""
+    """Return the fewest stages with which the model fits, if devices like the smallest one are added.
+
+    Return None if no number of stages fits.
+
+    Args:
+        rooms: for each stage, the bytes that one of its ranks may take now.
+    """
     for count in range(len(rooms) + 1, memory.num_layers + 1):
         enough = [*rooms, *[min(rooms)] * (count - len(rooms))]
         if fill(_split_into(memory, count), enough, chunk_size) is not None:
@@ -213,11 +227,11 @@ def _more_shards(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> 
 
 
 def _larger_devices(memory: ModelMemory, count: int, chunk_size: int) -> Iterator[Remedy]:
-    """Yield the smallest card with which this number of stages fits. If no card is large enough, yield a size."""
+    """Yield the smallest known card with which `count` stages fit. If no card is large enough, yield a memory size."""
     whole = (0, memory.num_layers)
     low, high = 0, memory.least_bytes(whole, chunk_size) + memory.working_bytes((0, 1), chunk_size)
     if fill(memory, [high] * count, chunk_size) is None:
-        return  # memory is not what is missing
+        return  # more memory would not help
     while high - low > _GIB // 10:
         middle = (low + high) // 2
         low, high = (low, middle) if fill(memory, [middle] * count, chunk_size) is not None else (middle, high)
@@ -230,4 +244,5 @@ def _larger_devices(memory: ModelMemory, count: int, chunk_size: int) -> Iterato
 
 
 def _split_into(memory: ModelMemory, count: int, **options: Any) -> ModelMemory:
+    """Return the memory of the same model in `count` stages."""
     return memory.with_options(stages=count, layer_split=None, **options)

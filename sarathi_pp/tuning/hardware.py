@@ -1,4 +1,4 @@
-"""Devices for which a plan is made: of this host, or elsewhere and described by the user.
+"""The devices for which `plan` computes a plan: those of this host, or devices elsewhere that the user describes.
 
 --hosts 2 --devices 4 --card rtx-4090       8 equal devices, host by host
 --device-memory 80GiB,24GiB,24GiB           one device per size, in the order of the stages
@@ -29,7 +29,8 @@ class Device:
     """One GPU of a machine elsewhere.
 
     Attributes:
-        known: the speed is that of a card, not an assumed one.
+        title: name for the user.
+        known: the speed is that of a known card, and not an assumed one.
     """
 
     title: str
@@ -38,10 +39,10 @@ class Device:
     known: bool
 
     def memory(self, index: int) -> DeviceMemory:
-        """Return its memory before a run loads weights.
+        """Return the memory of this device before a run loads weights.
 
         Args:
-            index: number of the device, for the pool's id.
+            index: index of the device. It gives the device's memory an id of its own.
         """
         free = max(0, self.memory_bytes - CONTEXT_BYTES)
         pool = MemoryPool(f"device {index}", f"the memory of device {index}, {self.title}", free)
@@ -53,9 +54,10 @@ class Hardware:
     """Devices elsewhere, as the user describes them. Without cards and memory, a plan is for this host.
 
     Attributes:
-        devices: devices per host; None takes one per size or card, or one per rank.
+        hosts: number of hosts.
+        devices: number of devices per host. None: one per size or card, or one per rank.
         memory: sizes in bytes: one for all devices, one per device of a host, or one per device.
-        cards: names in CARDS, in the same way.
+        cards: names of cards in CARDS: one for all devices, one per device of a host, or one per device.
     """
 
     hosts: int = 1
@@ -77,7 +79,7 @@ class Hardware:
         """Return all devices, host by host.
 
         Args:
-            num_ranks: ranks of the run; None if the run uses all devices.
+            num_ranks: number of ranks of the run; None if the run uses all devices.
 
         Raises:
             ConfigError: the numbers of devices, sizes and cards contradict each other.
@@ -101,9 +103,9 @@ class Hardware:
 
 
 def local_memories(device: torch.device, num_ranks: int) -> tuple[DeviceMemory, ...]:
-    """Return the memory of each rank on this host.
+    """Return the memory of each rank, if all ranks run on this host.
 
-    Ranks on CPUs share the memory of the host. Each rank on a GPU is assumed to have one like this device.
+    Ranks on CPUs share the memory of the host. On GPUs, each rank is assumed to have a GPU like `device` for itself.
     """
     memory = DeviceMemory.of(device)
     if memory.kind != "cuda":
@@ -113,7 +115,10 @@ def local_memories(device: torch.device, num_ranks: int) -> tuple[DeviceMemory, 
 
 
 def choose_stages(devices: Sequence[Device], shards: int, num_layers: int) -> int:
-    """Return the number of stages that uses all devices, at most one per layer.
+    """Return the number of stages that uses all devices, at most one stage per layer.
+
+    Args:
+        shards: number of devices per stage, with tensor parallelism.
 
     Raises:
         ConfigError: the devices cannot be divided into groups of `shards`.
@@ -126,7 +131,17 @@ def choose_stages(devices: Sequence[Device], shards: int, num_layers: int) -> in
 
 
 def _for_each(option: str, values: Sequence[_Value], per_host: int, total: int) -> list[_Value]:
-    """Return one value per device. One value is repeated for all devices, and those of one host for every host."""
+    """Return one value per device. A single value counts for all devices, and the values of one host for every host.
+
+    Args:
+        option: option that gave the values, for the error message.
+        values: one value, one per device of a host, or one per device; may be empty.
+        per_host: number of devices of a host.
+        total: number of all devices.
+
+    Raises:
+        ConfigError: another number of values.
+    """
     if len(values) in (0, 1):
         return list(values) * total
     if len(values) == total:
@@ -134,6 +149,6 @@ def _for_each(option: str, values: Sequence[_Value], per_host: int, total: int) 
     if len(values) == per_host:
         return list(values) * (total // per_host)
     raise ConfigError(
-        f"{option} lists {len(values)} devices, and there are {total}; give one value for all devices, {per_host} for "
-        f"those of each host, or {total}"
+        f"{option} lists {len(values)} devices, and there are {total}; give one value for all devices, {per_host} "
+        f"values for the devices of each host, or {total} values"
     )

@@ -1,7 +1,8 @@
 """The measurement of a machine by a calibration run: traces -> spans -> cost model, jitter, drift, links.
 
-Every fifth microbatch is kept from the fit, and gives the fit's error. If other programs use the CPU too, a span may
-end late because its thread was not running. Then the thread's own CPU time counts as the time of the stage.
+Every fifth microbatch is left out of the fit, and the error of the fit is measured on it. If other programs use the CPU
+too, a span may end late because its thread was not running. Then the thread's own CPU time counts as the time of the
+stage.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from sarathi_pp.tuning.fit import (
     without_outliers,
 )
 
+# One of this number of microbatches is left out of the fit.
 _HELD_OUT = 5
-# With a smaller share of CPU time in its span, the computing thread had to wait for a core.
+# CPU time takes nearly the same share of every undisturbed span. If the share is below this part of the usual one, the
+# computing thread had to wait for a core.
 _OWN_CORE = 0.9
-# Microbatches are equal if their counts are the same, their modelled times differ by less than _EQUAL, and their
-# distance is at most _NEAR.
+# Two microbatches count as equal if they have the same numbers of prefill tokens and decodes, their modelled times
+# differ by less than the share _EQUAL, and at most _NEAR microbatches are from one to the other.
 _EQUAL = 0.02
 _NEAR = 8
 # Candidates for the seconds in which the correlation of a stage's speed falls to 1/e. Two spans that are more than
@@ -47,10 +50,11 @@ class Measurement:
     """The result of a calibration run.
 
     Attributes:
-        fit: the cost model, and its error over the microbatches that were kept from the fit.
+        fit: the cost model, and its error over the microbatches that were left out of the fit.
         microbatches: number of measured microbatches.
-        held_out: number of microbatches that were kept from the fit.
-        disturbed: share of the spans in which the thread had no core of its own; None if it was not recorded.
+        held_out: number of microbatches that were left out of the fit.
+        disturbed: share of the spans in which the computing thread had to wait for a core; None if CPU times are
+            unknown.
         jitter_cv: see Profile.
         drift: see Profile.
         link: one link for all edges.
@@ -72,11 +76,11 @@ class Measurement:
 
 
 def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> Measurement:
-    """Fold the traces of a calibration, one per stage.
+    """Compute the measurement from the traces of a calibration run, one per stage.
 
     Args:
-        warm_up: number of first microbatches that do not count.
-        row_bytes: size of one token's activations.
+        warm_up: number of microbatches at the start that do not count.
+        row_bytes: bytes of one token's activations.
 
     Raises:
         ConfigError: there are too few microbatches to fit a cost model.
@@ -111,7 +115,7 @@ def measure(traces: Sequence[Sequence[Event]], warm_up: int, row_bytes: int) -> 
 
 
 def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, float | None]:
-    """Return the spans as they would be on cores of their own, and the share of disturbed spans.
+    """Return the spans as if no thread had waited for a core, and the share of disturbed spans.
 
     The CPU time of a thread that computes without a break equals its span. If its stage has several threads, its CPU
     time is a share of the span. This share is nearly the same in all undisturbed spans. In a sum over the ranks of its
@@ -134,7 +138,7 @@ def _own_cores(spans: Spans, traces: Sequence[Sequence[Event]]) -> tuple[Spans, 
 
 
 def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
-    """Return the compute spans of each trace in the order of microbatches. Traces are in the order of stages."""
+    """Return the compute spans of each trace, in the order of microbatches. The traces must be in order of stages."""
     return [
         sorted((event for event in trace if isinstance(event, Compute)), key=lambda span: span.microbatch)
         for trace in traces
@@ -142,11 +146,12 @@ def _by_stage(traces: Sequence[Sequence[Event]]) -> list[list[Compute]]:
 
 
 def _jitter(model: CostModel, spans: Spans) -> float:
-    """Return the coefficient of variation of equal microbatches: the usual difference of two, by a stage's own errors.
+    """Return the jitter: the coefficient of variation of the times of equal microbatches.
 
-    Only near microbatches are compared, so that a machine that slows down does not count as jitter. The median is used,
-    so that a few disturbed spans do not count. It is weighted by time: small microbatches vary most, and a stage that
-    waits for one does not wait long.
+    It comes from the usual difference between the own errors (`_own_errors`) of two equal microbatches. Only
+    microbatches near each other are compared, so that a machine that slows down does not count as jitter. The usual
+    difference is a median, so that a few disturbed spans do not count. It is weighted by time: small microbatches vary
+    most, and a stage that waits for one does not wait long.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, load in enumerate(spans.loads):
@@ -173,12 +178,15 @@ def _modelled(model: CostModel, spans: Spans) -> list[Vector]:
 
 
 def _own_errors(model: CostModel, spans: Spans) -> list[Vector]:
-    """Return the own error of each span, by stage, as a share of the modelled time.
+    """Return the own error of each span: the extra time that only its own stage took, as a share of the modelled time.
 
-    It is the extra time of a span compared with the other spans of its stage. The extra time that the same microbatch
-    took on all stages is taken off. That part is the model's error for such a microbatch, or a slow change of the
-    machine's speed. It makes no stage wait for another. On two cores of a virtual machine, it is most of the variation
-    of spans. A single stage has no other stage to compare with, and keeps both parts.
+    The extra time of a span is compared with the other spans of its stage. Then the mean extra time of the same
+    microbatch on all stages is subtracted. That part is the model's error for such a microbatch, or a slow change of
+    the machine's speed. It makes no stage wait for another. On two cores of a virtual machine, it is most of the
+    variation of spans. If there is a single stage, nothing is subtracted.
+
+    Returns:
+        a vector over the microbatches for each stage.
     """
     errors = []
     for ratios in spans.ratios(model):
@@ -198,13 +206,13 @@ def _weighted_median(values: Vector, weights: Vector) -> float:
 
 
 def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) -> Drift:
-    """Return the drift of the stages' speed, from the correlation of their own errors over time.
+    """Return the drift (slow change) of the stages' speed, from the correlation of their own errors over time.
 
-    Two spans of equal loads have similar errors, because the model is off for both. So only pairs of different loads
-    count, weighted by their time. The timetable has shuffled the loads.
+    Two spans of equal loads have similar errors, because the model is wrong for both. So only pairs of different loads
+    count, weighted by their time. The timetable has shuffled the loads, so pairs of all loads exist at all distances.
 
     Args:
-        starts_s: start of each span, by stage.
+        starts_s: for each stage, the start of each span in seconds.
     """
     sizes = np.array([(load.prefill_tokens, load.decodes) for load in spans.loads])
     unlike = np.triu((sizes[:, None] != sizes[None]).any(axis=2), 1)
@@ -227,7 +235,10 @@ def measure_drift(model: CostModel, spans: Spans, starts_s: Sequence[Vector]) ->
 
 
 def _throughput(model: CostModel, spans: Spans) -> tuple[tuple[int, float], ...]:
-    """Return the measured tokens per second of microbatches without decodes, without attention, by size."""
+    """Return (prompt tokens, tokens per second) for each size of microbatches without decodes, in ascending order.
+
+    The rate is that of the slowest stage. The modelled time of attention is subtracted.
+    """
     rates: dict[int, list[float]] = {}
     for index, load in enumerate(spans.loads):
         if load.decodes:

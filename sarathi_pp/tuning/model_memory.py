@@ -1,4 +1,4 @@
-"""The memory that the stages of a model need on their devices, by the functions that a run uses.
+"""The memory that the stages of a model need on their devices, computed with the functions that a run uses.
 
 weights     stage_bytes, from the headers of the weight files, or from config.json if they are missing
 working     estimate_working_bytes, for the largest microbatch; a run on a GPU measures it
@@ -28,19 +28,19 @@ from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import resolve_limits
 from sarathi_pp.stages.working_memory import LargestMicrobatch, edge_bytes, estimate_working_bytes
 
-# The default of every backend but flash and varlen.
+# Tokens per page: the default of every attention backend except flash and varlen.
 _PAGE_SIZE = 16
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model for a plan. Its weights may be elsewhere.
+    """A model for which a plan is computed. Its weights may be on another host.
 
     Attributes:
-        facts: facts of the whole model.
-        checkpoint: its tensors, stored or only described.
-        from_config: sizes come from config.json alone.
+        facts: facts of the whole model, such as its number of layers.
+        checkpoint: its tensors, which are stored here or only described.
+        from_config: the sizes come from config.json alone.
         quantised: quantisation method of the published weights; None if they are not quantised.
     """
 
@@ -52,7 +52,10 @@ class PlannedModel:
 
     @classmethod
     def find(cls, name: str) -> PlannedModel:
-        """Read the headers if all weight files exist, otherwise config.json alone. Raise as `check_model` does."""
+        """Return the model with this name or directory. Raise the errors of `check_model`.
+
+        The sizes come from the headers of the weight files if all of them exist, otherwise from config.json alone.
+        """
         directory = find_config(name)
         facts, quantised = describe_config(directory)
         if quantised is None and _has_weights(directory):
@@ -78,10 +81,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the weights that one rank of a stage loads, for any stage.
+    """Bytes of the weights that one rank of a stage loads, for any range of layers.
 
     Attributes:
-        shards: ranks that hold each stage together.
+        shards: number of ranks that share each stage.
     """
 
     model: PlannedModel
@@ -100,7 +103,7 @@ class Weights:
 
     @cached_property
     def _sums(self) -> list[int]:
-        """Bytes of the layers before each layer. The embedding counts with the first, the LM head with the last."""
+        """Bytes of all layers before each layer. The first one includes the embedding, the last one the LM head."""
         sums = [0]
         for layer in range(self.model.facts.num_layers):
             sums.append(sums[-1] + self._stage_bytes((layer, layer + 1)))
@@ -115,12 +118,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Working:
-    """Bytes of working memory.
+    """Bytes of working memory of a rank, for the largest microbatch.
 
     Attributes:
-        layers: on a stage without the LM head.
-        lm_head: on a stage with it.
-        edge: buffers of one edge.
+        layers: working memory of a stage without the LM head.
+        lm_head: working memory of a stage with the LM head.
+        edge: buffers of one edge (connection to a neighbouring stage).
     """
 
     layers: int
@@ -130,11 +133,12 @@ class Working:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes that one rank of a stage needs under the options of a run, for any stage.
+    """Bytes that one rank of a stage needs under the options of a run, for any range of layers.
 
     Attributes:
-        device: cpu or cuda.
-        longest: tokens of a request for which each stage must have KV pages.
+        config: the options.
+        device: "cpu" or "cuda".
+        longest: tokens of the longest request. Each stage must have KV pages for one such request.
     """
 
     weights: Weights
@@ -164,7 +168,7 @@ class ModelMemory:
 
     @cached_property
     def rank_facts(self) -> ModelFacts:
-        """The model's facts, with the heads that one rank of a stage has."""
+        """The model's facts, with the number of attention heads that one rank of a stage computes."""
         return self.model.facts.sharded(self.config.tensor_parallel_size)
 
     @classmethod
@@ -173,10 +177,10 @@ class ModelMemory:
         return cls(Weights(model, dtype, config.tensor_parallel_size), config, device, longest)
 
     def with_options(self, **options: Any) -> ModelMemory:
-        """Return the memory under other options of the run.
+        """Return the memory of the same model under changed options of the run.
 
         Raises:
-            ConfigError: the model cannot be divided among this number of shards.
+            ConfigError: the model cannot be divided among this number of tensor-parallel ranks.
         """
         config = replace(self.config, **options)
         check_shards(self.model.directory, config.tensor_parallel_size)
@@ -189,23 +193,24 @@ class ModelMemory:
         return page_bytes(layers[1] - layers[0], self.page_size, facts.num_kv_heads, facts.head_dim, self.dtype)
 
     def least_kv_bytes(self, layers: Span) -> int:
-        """Return the size of the KV pages of one request of the longest length."""
+        """Return the bytes of the KV pages that one request of the longest length needs."""
         return -(-self.longest // self.page_size) * self.page_bytes(layers)
 
     def least_bytes(self, layers: Span, chunk_size: int) -> int:
-        """Return the least memory of a rank of this stage.
+        """Return the least memory with which a rank of this stage can run.
 
-        It has KV pages for one request, or the KV cache of the options if that is larger.
+        It includes KV pages for one longest request, or the KV cache that the options set if that is larger.
         """
         kv_bytes = max(self.least_kv_bytes(layers), self.config.kv_cache_memory_bytes or 0)
         return self.weights.num_bytes(layers) + self.working_bytes(layers, chunk_size) + kv_bytes
 
     def excess_bytes(self, layers: Span, chunk_size: int, room_bytes: int, num_requests: int = 1) -> int:
-        """Return the bytes by which a rank of this stage exceeds its room. At most 0 if it fits.
+        """Return the bytes by which a rank of this stage exceeds its room. The result is at most 0 if it fits.
 
         Args:
-            num_requests: requests for which it must have KV pages. If the options set the size of the KV cache, only
-                one request has to fit it.
+            room_bytes: bytes that the rank may take.
+            num_requests: number of longest requests for which it must have KV pages. If the options set the size of the
+                KV cache, this cache must only hold one request.
         """
         needed, least_kv = self.least_bytes(layers, chunk_size), self.least_kv_bytes(layers)
         given = self.config.kv_cache_memory_bytes
@@ -214,7 +219,7 @@ class ModelMemory:
         return max(needed - room_bytes, least_kv - given)
 
     def working_bytes(self, layers: Span, chunk_size: int) -> int:
-        """Return the memory for computing the largest microbatch, with the buffers of its edges."""
+        """Return the bytes of memory for computing the largest microbatch, with the buffers of the stage's edges."""
         working = self._working.get(chunk_size)
         if working is None:
             working = self._working[chunk_size] = self._estimate(chunk_size)
@@ -252,7 +257,7 @@ def _no_sum(summand: Tensor) -> Tensor:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Return if all weight files exist."""
+    """Return whether all weight files of the model exist."""
     if (directory / SINGLE_FILE).is_file():
         return True
     if not (directory / INDEX_FILE).is_file():

@@ -95,7 +95,7 @@ class Planner:
     workload: Workload
 
     def best(self) -> Candidate:
-        """Return the candidate with the most predicted tokens/s. If none fits, return the one that lacks least."""
+        """Return the candidate with the most predicted tokens/s, or the one that lacks least memory if none fits."""
         candidates = self._candidates()
         fitting = [candidate for candidate in candidates if candidate.fits]
         if len(fitting) > 1:

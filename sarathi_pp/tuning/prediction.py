@@ -1,4 +1,4 @@
-"""The demand of a workload on a pipeline, and the prediction of its time there."""
+"""The work of a workload, and the prediction of the time that it takes on a pipeline."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import Workload
 
-# Enough to fill the pipeline many times. Ten thousand would take a minute.
+# Most requests that are simulated. They fill the pipeline many times, and ten thousand would take a minute.
 _MOST_REQUESTS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The sums over a workload that a prediction needs.
+    """The work of a workload, as sums over its requests.
 
     Attributes:
-        decodes: without the first token of each output, which comes with its prompt and is not a decode.
-        pair_tokens: sum of x*x/2 over the prompts.
-        key_tokens: sum over the decodes of the tokens that each reads.
+        decodes: number of decodes. The first token of an output comes with its prompt, and is not a decode.
+        pair_tokens: pairs of tokens that the attention of prompts computes: the sum of x*x/2 over prompts of x tokens.
+        key_tokens: tokens whose keys and values the decodes read, summed over all decodes.
     """
 
     num_requests: int
@@ -43,17 +43,23 @@ class Demand:
         return cls(workload.num_requests, prompt_tokens, decodes, pair_tokens, key_tokens)
 
     def decodes_at_once(self, run: ResolvedRun) -> float:
-        """Return the decodes per microbatch if all requests run that max_num_seqs and the KV cache allow."""
+        """Return the mean number of decodes per microbatch, if the most requests run that the limits allow.
+
+        The limits are max_num_seqs and the KV cache.
+        """
         fitting = run.num_pages * run.page_size / self.mean_tokens
         return max(1.0, min(run.max_num_seqs, self.num_requests, fitting) / run.num_stages)
 
     @property
     def mean_tokens(self) -> float:
-        """KV tokens of an average request. Half of its output counts, because outputs grow."""
+        """Mean number of tokens of a request in the KV cache. Half of its output counts, because outputs grow."""
         return (self.prompt_tokens + self.decodes / 2) / self.num_requests
 
     def load(self, prefill: float, decodes: float) -> Load:
-        """Return the load of a microbatch with these prefill tokens and decodes, at their average depth."""
+        """Return the load of a microbatch with these numbers of prefill tokens and decodes.
+
+        Their contexts (earlier tokens) have the mean length of the workload.
+        """
         attention = self.pair_tokens / self.prompt_tokens * prefill
         context = self.key_tokens / self.decodes * decodes if self.decodes else 0.0
         return Load(round(prefill), attention, round(decodes), round(context))
@@ -64,8 +70,9 @@ class Prediction:
     """The expected result of a run.
 
     Attributes:
-        wall_s: time of the whole workload.
-        microbatches: number for the whole workload.
+        wall_s: seconds of the whole workload.
+        bubble_ratio: mean share of the time in which a stage computes nothing, from 0 to 1.
+        microbatches: number of microbatches for the whole workload.
     """
 
     wall_s: float
@@ -75,12 +82,12 @@ class Prediction:
 
 
 def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
-    """Simulate the run's policy on the profile's stages.
+    """Predict the result of a run: simulate its policy on the stages of a profile.
 
-    Only the first requests of a long workload are simulated. The others are assumed to be like them.
+    Only the first 300 requests of a long workload are simulated. The others are assumed to be like them.
 
     Raises:
-        ConfigError: the workload has requests that do not fit.
+        ConfigError: the workload has requests that do not fit into the KV cache.
     """
     sample = replace(workload, num_requests=min(workload.num_requests, _MOST_REQUESTS))
     experiment = Experiment(

@@ -275,7 +275,8 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     num_times = 2 * reals[1]
     if not num_times >= 0 or len(integers) != at + 3 * num_rows or len(reals) != 2 + num_times + 3 * num_rows:
         raise ValueError(
-            f"{len(integers)} integers and {len(reals)} reals; expected {at} and {num_times + 2}, and 3 per sampled row"
+            f"{len(integers)} integers and {len(reals)} reals; expected {at + 3 * num_rows} and "
+            f"{2 + num_times + 3 * num_rows}"
         )
     first = len(reals) - 3 * num_rows
     positions, top_ks, seeds = _columns(integers, at, 3, num_rows)

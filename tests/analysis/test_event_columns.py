@@ -48,7 +48,7 @@ def check_log(events: list[Issued], part: slice, places: list[int]) -> None:
 
 def test_what_no_run_counts_is_damage() -> None:
     log = Log(Returned)
-    with pytest.raises(InputError, match="damaged: microbatch of a Returned is out of range"):
+    with pytest.raises(InputError, match="damaged: microbatch of an event Returned does not fit into 64 bits"):
         log.append(Returned(2**70, 1.0))
 
 

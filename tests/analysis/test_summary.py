@@ -291,7 +291,7 @@ def test_clock_uncertainty_is_the_worst() -> None:
     [
         ([], "no traces"),
         ([[]], "a trace is empty"),
-        ([[Returned(0, 1.0)]], "must begin with TraceStart; this one begins with Returned"),
+        ([[Returned(0, 1.0)]], "must begin with the event start; this one begins with Returned"),
         ([[start(0, 2)]], r"of stages \[0\]; a report needs one per stage, 0 to 1"),
         ([[start(0, 10**15)]], "one per stage, 0 to 999999999999999"),
         ([[start(0, 2)], [start(0, 2)]], r"of stages \[0, 0\]"),

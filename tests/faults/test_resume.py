@@ -360,7 +360,7 @@ def test_strict_refuses_a_file_with_a_bad_line_before_anything_runs(stages, emul
     files.input.write_text('{"id": 1, "prompt_token_ids": [5]}\n{nonsense\n{"id": 1, "prompt_token_ids": [6]}\n')
     code, said = generate(files, emulated, "--strict", "--stages", stages)
     assert code == 65
-    assert "2 of 3 lines cannot run: line 2: " in said and "line 3: id 1 is already that of line 1" in said
+    assert "2 of 3 lines cannot run: line 2: " in said and "line 3: id 1 is already the id of line 1" in said
     assert not files.output.exists() and not files.run.exists()
     code, said = generate(files, emulated, "--stages", stages, "--max-new-tokens", "1")
     assert code == 3 and said.count("2 of 3 lines cannot run") == 1

@@ -104,7 +104,7 @@ def test_what_is_not_text_is_named_whatever_its_name(name, asked, tmp_path):
         (b"ARROW1\x00\x00\xff\xff\xff\xff", "an Arrow file|JSON Lines"),
         (b"\x93NUMPY\x01\x00v\x00{'descr'", "a numpy array|JSON Lines"),
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF document|JSON Lines"),
-        (bytes(range(8)) * 99, "binary data|not lines"),
+        (bytes(range(8)) * 99, "binary data|with lines of text"),
         *(("hello\nworld\n".encode(f"utf-{width}"), f"UTF-{width}: |iconv -f utf-{width}") for width in (16, 32)),
         *(("hello\n".encode(f"utf-16-{end}"), f"UTF-16{end.upper()}: |iconv -f utf-16{end}") for end in ("le", "be")),
         (b"caf\xe9\n" * 3, "not UTF-8|iconv -f latin1 -t utf-8"),

@@ -107,7 +107,7 @@ def test_what_no_run_wrote_is_left_alone(content, before, tmp_path):
 def test_two_answers_for_one_id_are_not_gone_on_with(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_bytes(answer("a") + answer("a"))
-    with pytest.raises(InputError, match="line 2 .* second line for its id"):
+    with pytest.raises(InputError, match="line 2 .* an earlier line answers the same id"):
         Journal.open(str(path), "resume")
 
 

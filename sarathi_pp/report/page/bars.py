@@ -11,7 +11,7 @@ from sarathi_pp.report.vocabulary import CAUSES, STATES, cause_name, name_of
 
 
 def cause_bars(causes: Sequence[Mapping[str, float]]) -> str:
-    """Return a row per cause, the largest first, with a bar per run. Negative causes have their own list below.
+    """Return HTML: a row per cause, the largest first, with a bar per run. Negative causes follow in their own list.
 
     Args:
         causes: for each run, seconds by cause.
@@ -58,7 +58,7 @@ def stage_bars(report: Mapping[str, Any]) -> str:
 
 
 def stage_name(stage: Mapping[str, Any]) -> str:
-    """Return the number of a stage, after that of its replica if there are several."""
+    """Return the index of a stage as text. With several replicas, the index of its replica precedes it: "1.0"."""
     return f"{stage['replica']}.{stage['stage']}" if "replica" in stage else str(stage["stage"])
 
 

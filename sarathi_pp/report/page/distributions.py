@@ -17,6 +17,8 @@ _LOG_SECONDS = "seconds (log scale)"
 
 
 class _Plot(NamedTuple):
+    """The labels of a plot."""
+
     name: str
     x_label: str
     y_label: str
@@ -35,7 +37,7 @@ _REQUEST_BUBBLE = _Plot("request bubble: gaps before its microbatches", "seconds
 
 
 def distribution_figures(parts: Sequence[PagePart]) -> str:
-    """Return the figures of all distributions, with one line per part."""
+    """Return the HTML of all distributions: plots with one curve per part, each above a table."""
     found = distributions([(part.timeline, part.bubbles) for part in parts])
     figures = []
     for key, labels in _PLOTS.items():

@@ -1,12 +1,12 @@
 """The frame of a page in one self-contained file: no network, no fonts, no second file.
 
-    render_document --> head     policy that forbids the network and every script but page.js
+    render_document --> head     Content-Security-Policy: it forbids the network and every script but page.js
                         body     HTML of the sections
                         data     JSON for the timeline (series.py)
                         script   page.js
 
-The sections escape all text from a run (titles, notes, ids). The policy refuses every script that was not in the page
-from the start.
+The sections escape all text from a run (titles, notes, ids). If some text still held a script, the browser would refuse
+it because of the Content-Security-Policy.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ def render_document(title: str, sections: Iterable[str], data: object) -> str:
 
 
 def section(name: str, heading: str, content: str) -> str:
-    """Return a section with its heading. Both the heading and the content are HTML."""
+    """Return a section as HTML, with `name` as its id. Both the heading and the content are HTML."""
     return f'<section id="{name}">\n<h2>{heading}</h2>\n{content}\n</section>'
 
 
 def table(heads: Iterable[str], *sections: Iterable[Iterable[str]], kind: str = "figures") -> str:
-    """Return a table whose cells are HTML. It scrolls if the page is too narrow for it.
+    """Return a table as HTML. It scrolls if the page is too narrow for it.
 
     Args:
-        sections: rows, in one or several groups.
+        heads: HTML of the column headings.
+        sections: groups of rows. A row is a sequence of cells, which are HTML.
         kind: class of the table in page.css.
     """
     head = "".join(f'<th scope="col">{cell}</th>' for cell in heads)
@@ -65,7 +66,7 @@ def table(heads: Iterable[str], *sections: Iterable[Iterable[str]], kind: str = 
 
 
 def notes(texts: Iterable[object]) -> str:
-    """Return warnings, one per paragraph."""
+    """Return warnings as HTML, one per paragraph. The texts are plain text."""
     return "\n".join(f'<p class="note">{escape(str(text))}</p>' for text in texts)
 
 

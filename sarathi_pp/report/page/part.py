@@ -1,4 +1,4 @@
-"""One pipeline of a page."""
+"""One pipeline that a report page shows."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import Any
 _WIDTH, _HEIGHT = 330, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 44
 _TICKS = 4
-# Steps of a logarithmic axis, the roundest first.
+# Multiples of each power of ten that may have a tick on a logarithmic axis. The first row with enough ticks is used.
 _LOG_STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
 _DASHES = {"p50": "5 3", "p99": "1.5 3"}
 
@@ -33,7 +33,7 @@ class Curve:
     Attributes:
         xs: left ends of the steps.
         ys: heights of the steps: ys[i] holds from xs[i] to xs[i + 1].
-        marks: positions of the p50 and the p99.
+        marks: positions on the x axis, by name: `p50` and `p99`.
     """
 
     xs: Sequence[float]
@@ -43,6 +43,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
+    """One axis of a plot, from `low` to `high`.
+
+    Attributes:
+        log: the axis is logarithmic.
+    """
+
     low: float
     high: float
     log: bool
@@ -75,7 +81,12 @@ def linear_ticks(low: float, high: float) -> Iterator[float]:
 
 
 def plot(curves: Sequence[Curve], *, name: str, x_label: str, y_label: str, log: bool) -> str:
-    """Return an SVG element, with one line per curve in the colours of the runs; a note if no curve has a value."""
+    """Return an SVG element with one line per curve, in the colours of the runs; a note if no curve has a value.
+
+    Args:
+        name: name of the plot, for screen readers.
+        log: the x axis is logarithmic.
+    """
     drawn = [curve for curve in curves if curve.xs]
     if not drawn:
         return '<p class="hint">No value in this run.</p>'
@@ -142,7 +153,11 @@ def _lines(curve: Curve, across: _Axis, up: _Axis, number: int, *, filled: bool)
 
 
 def curves_of(distribution: Mapping[str, Any], marks: Sequence[Mapping[str, float | None]]) -> list[Curve]:
-    """Return one curve per run, from the bins of `series.distributions`."""
+    """Return one curve per run, from one of the distributions of `series.distributions`.
+
+    Args:
+        marks: for each run, positions of the p50 and the p99.
+    """
     edges = distribution["edges"]
     return [
         Curve(edges, [*shares, shares[-1]], mark) if shares else Curve((), (), mark)

@@ -1,4 +1,4 @@
-"""The report of one run as a page: its result, the advice, and then the reasons.
+"""The report of one run as an HTML page: its result, the advice, and then the reasons.
 
 Every number in the text is in the report or is a ratio of two of its numbers. So people and programs read the same
 figures.
@@ -34,7 +34,7 @@ def render_page(title: str, report: Mapping[str, Any], parts: Sequence[PagePart]
 
 
 def page_data(parts: Sequence[PagePart]) -> dict[str, Any]:
-    """Return the document that page.js draws the timelines from."""
+    """Return the JSON document from which page.js draws the timelines."""
     states = [state.replace("_", " ") for state in IDLE_STATES]
     runs = [{"title": one.title, "caption": _caption(one), **spans(one.timeline, one.bubbles)} for one in parts]
     return {"states": states, "runs": runs}

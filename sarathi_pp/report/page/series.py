@@ -5,10 +5,10 @@ base64. A stage's spans are integers in ticks, each measured from the end of the
 
     gaps       |--3--|        |0|       |-1-|           start minus previous end (the first: minus first issue)
     lengths          |===5====| |===5===|   |==4==|
-    issue                 0         1          2        position in the run's issued microbatches. -1: not known.
-                                                        -2, -3 ...: LM head of position 0, 1 ... on the first stage
+    issue                 0         1          2        index in the run's issued microbatches. -1: not known.
+                                                        -2, -3 ...: LM head of index 0, 1 ... on the first stage
 
-Idle spans have gaps and lengths too, and `states` instead of `issue`: positions in IDLE_STATES.
+Idle spans have gaps and lengths too, and `states` instead of `issue`: indices into IDLE_STATES.
 
 Only the charts are drawn from these series. Printed figures come from the report.
 """
@@ -70,7 +70,7 @@ def _origin(timeline: Timeline) -> float:
 
 
 def _longest(stages: Iterable[StageTimeline], origin_s: float) -> float:
-    """Return an upper bound of all gaps and lengths: twice the largest distance of a stage's edges from the origin."""
+    """Return an upper bound of all gaps and lengths in seconds: twice the largest distance of a time from origin_s."""
     edges = [edge for stage in stages if stage.starts for edge in (stage.starts[0], max(stage.ends))]
     return 2 * max((abs(edge - origin_s) for edge in edges), default=0.0)
 
@@ -106,15 +106,15 @@ def _idle_spans(stage: StageTimeline, window: Interval, origin_s: float, tick_s:
 
 
 def _block(values: Iterable[int]) -> str:
-    """Return integers as a block.
+    """Return integers as a block of text: 32 bits each, little-endian, deflated, in base64.
 
     Raises:
-        InputError: a number is larger than any run writes.
+        InputError: a number does not fit into 32 bits. No run writes such a number.
     """
     try:
         numbers = array("i", values)
     except OverflowError:
-        raise InputError("the traces are damaged: a microbatch has more than 2,147,483,647 of something") from None
+        raise InputError("the traces are damaged: a microbatch has more than 2,147,483,647 tokens") from None
     if sys.byteorder == "big":
         numbers.byteswap()
     return _deflated(numbers.tobytes())
@@ -125,7 +125,7 @@ def _deflated(data: bytes) -> str:
 
 
 def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
-    """Return the values of each distribution. The report has the percentiles of the same latencies."""
+    """Return the values of each distribution, by name. The percentiles in the report are of the same latencies."""
     return {
         **latency_series(timeline.finished),
         "microbatch_tokens": [float(event.num_tokens) for event in timeline.issued[: timeline.num_returned]],
@@ -134,10 +134,11 @@ def _series(timeline: Timeline, bubbles: Bubbles) -> dict[str, list[float]]:
 
 
 def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
-    """Return {log, edges, shares} by key. All runs have the same bins. The shares of a run sum to 1.
+    """Return the bins of each distribution, by its name.
 
-    Bins of seconds grow with the value. A run without values has an empty list of shares. If no run has a value, the
-    list of edges is empty.
+    log       True for seconds, whose bins grow with the value
+    edges     edges of the bins, the same for all runs; empty if no run has a value
+    shares    for each run, the share of its values in each bin; empty for a run without values
     """
     found = {}
     series = [_series(timeline, bubbles) for timeline, bubbles in runs]
@@ -150,7 +151,11 @@ def distributions(runs: Sequence[tuple[Timeline, Bubbles]]) -> dict[str, Any]:
 
 
 def _edges(values: list[float], grows: bool) -> list[float]:
-    """Return the edges of equal bins, or of bins in equal ratios. If all values are equal, the bins are around them."""
+    """Return the edges of bins for these values. If all values are equal, the bins are around them.
+
+    Args:
+        grows: True for bins whose upper edge is a fixed multiple of the lower one; False for bins of equal width.
+    """
     if not values:
         return []
     high = max(values)
@@ -173,7 +178,10 @@ def _shares(values: list[float], edges: list[float]) -> list[float]:
 
 
 def request_bubble_cdf(bubbles: Bubbles) -> dict[str, list[float]]:
-    """Return {seconds, shares}: the share of requests with a bubble up to each time, in about 400 points at most."""
+    """Return the share of requests whose bubble is at most as long as each of some times.
+
+    The keys are `seconds` and `shares`, lists of equal length with at most about 800 points.
+    """
     ordered = sorted(bubbles.request_bubble_s.values())
     step = max(1, len(ordered) // _MAX_CDF_POINTS)
     kept = sorted({*range(0, len(ordered), step), len(ordered) - 1} - {-1})

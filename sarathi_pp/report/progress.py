@@ -65,7 +65,7 @@ class ProgressDisplay:
     def __str__(self) -> str:
         progress = self._last
         if progress is None:
-            return ""
+            return "waiting for the first result"
         parts = [self._headline(progress).plain, f"stages now {_shares(progress.stage_busy)} busy"]
         return "  ".join([*parts, *self._bubble_and_time(progress)])
 

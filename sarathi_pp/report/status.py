@@ -111,11 +111,10 @@ class StatusLine:
             return
         since_s = now_s - self._line_s
         is_new = phase not in self._printed and (since_s >= _NEW_S or not self._printed)
-        if is_new or since_s >= _SAME_S:
+        if text and (is_new or since_s >= _SAME_S):
             self._printed.add(phase)
             self._line_s = now_s
-            if text:
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _rewrite(self, text: str) -> None:
         width = max(1, self._console.width - 1)

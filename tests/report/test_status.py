@@ -64,6 +64,25 @@ def test_a_phase_that_comes_back_has_no_second_line_for_four_seconds() -> None:
     assert file.getvalue().splitlines() == lines
 
 
+def test_a_phase_without_text_does_not_delay_its_first_line() -> None:
+    file, activity, texts = StringIO(), Activity(), [""]
+    with shown(file, activity) as (line, clock), activity.phase("", LastOf(texts)):
+        looks(line, clock, 5)
+        texts.append("3 of 8")
+        line.look()
+    assert file.getvalue().splitlines() == ["3 of 8"]
+
+
+class LastOf:
+    """A detail that shows the last of some texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    def __str__(self) -> str:
+        return self._texts[-1]
+
+
 def test_a_wait_names_who_is_awaited_and_gives_the_phase_back() -> None:
     file, activity = StringIO(), Activity()
     with shown(file, activity) as (line, clock), activity.phase("loading its layers"):

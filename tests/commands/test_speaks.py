@@ -100,6 +100,7 @@ def test_while_a_rank_is_missing_its_number_and_the_address_are_shown(tmp_path: 
     assert spoken.end(signal.SIGTERM) == 75, spoken.text
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_rank_without_rank_0_shows_whom_it_waits_for(tmp_path: Path) -> None:
     """The rank is the first one of another host."""
     port = free_port()

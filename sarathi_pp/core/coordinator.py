@@ -1,7 +1,10 @@
-"""The coordinator: requests in, microbatches out, results back in. It is pure, and every driver runs this same object.
+"""The coordinator, the scheduler of one pipeline: requests in, microbatches out, results back in.
 
-It owns the queues, the cursors and the pages. A policy only chooses which known tokens to compute next. The stages see
-only what the coordinator emits, so they can never disagree with it about the owner of a page.
+It does no input or output, so real runs, emulated runs and the simulator all use this same class.
+
+It owns the queues of requests, the cursors of each sequence (see sequence.py) and the KV pages. A policy only chooses
+which known tokens to compute next. The stages see only what the coordinator emits, so they can never disagree with it
+about the owner of a page.
 
 A page may go to another sequence while chunks that still write it are in flight. Stages are first in, first out, so
 the old write happens before the new owner's first write reaches the same stage. The new owner writes each position
@@ -26,13 +29,14 @@ from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
 
+# A function (request, token id) that returns whether the output ends with this token.
 StopRule = Callable[[Request, int], bool]
 
 
 _BY_ARRIVAL = operator.attrgetter("sequence.index")
 # Make a named tuple from its fields in order. Calling its class takes twice as long.
 _new = tuple.__new__
-# Finished requests whose lengths policies may learn from.
+# Number of latest finished requests whose lengths policies see.
 _REMEMBERED = 256
 
 
@@ -41,14 +45,14 @@ def _never_stop(request: Request, token_id: int) -> bool:
 
 
 class Coordinator:
-    """Continuous batching over P stages.
+    """The scheduler of one pipeline. With continuous batching, requests may start and end at any microbatch.
 
     Args:
         eos_token_ids: ids that end an output unless its request ignores them.
         stop_rule: called with each new token of each request, in order. True ends the output there ("stop" strings).
-        clock: read once per microbatch for `issued_s`.
-        cost: cost of microbatches, as far as it is known before the run. Each result refines it, so it is given only if
-            the policy wants it (`Policy.wants_cost`).
+        clock: gives the time in seconds. It is read once per microbatch, for `issued_s`.
+        cost: cost model of the stages before the run. Each result refines it, which takes time. So it is given only if
+            the policy needs it (`Policy.wants_cost`).
         heads: chooses the stage for the LM head of each microbatch. None: always the last stage.
     """
 
@@ -68,7 +72,8 @@ class Coordinator:
         self.num_preemptions = 0
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
-        # From the first limits, which sized the wire's buffers. `shrink` makes microbatches smaller, never larger.
+        # The buffers for messages between stages have this size. It is from the limits at the start: `shrink` makes
+        # microbatches smaller, never larger.
         self._most_tokens = max_tokens_of(policy, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stop_rule = stop_rule
@@ -119,14 +124,14 @@ class Coordinator:
 
     @property
     def held_tokens(self) -> int:
-        """Number of tokens stored in KV pages, out of held pages x page size."""
+        """Number of tokens stored in the KV pages that are in use."""
         return self._held_tokens
 
     def submit(self, request: Request) -> Completion | None:
         """Queue a request. Return its completion at once if it gets no output, otherwise None.
 
-        A request gets no output if it asks for no token, or if its prompt fills `max_model_len`. The caller has refused
-        prompts above `max_prompt_tokens`.
+        A request gets no output if it asks for no token, or if its prompt fills `max_model_len`. The caller must refuse
+        prompts of more than `max_prompt_tokens` tokens before.
         """
         num_prompt = len(request.prompt_token_ids)
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
@@ -137,9 +142,12 @@ class Coordinator:
         return None
 
     def shrink(self) -> Limits:
-        """Halve the running sequences and the tokens per microbatch from now on. Return the new limits.
+        """Halve two limits, because a stage ran out of memory: running sequences, and tokens per microbatch.
 
-        Sequences that run continue.
+        Each stays at least 1. Sequences that already run continue, even if they are more than the new limit.
+
+        Returns:
+            The new limits.
         """
         limits = self.limits
         self.limits = replace(
@@ -148,9 +156,9 @@ class Coordinator:
         return self.limits
 
     def withdraw(self) -> list[Request]:
-        """Remove and return the requests that wait for their first chunk, or for their recomputation.
+        """Remove the waiting requests and return them: those that have not started, and those that were preempted.
 
-        No valid result of theirs is in flight.
+        Results of preempted ones may still be in flight. They will be dropped.
         """
         withdrawn = [sequence.request for sequence in self._waiting]
         self._waiting.clear()
@@ -158,11 +166,11 @@ class Coordinator:
         return withdrawn
 
     def abort(self, sent: Iterable[MicroBatch]) -> None:
-        """Forget all requests, whatever state an exception has left. Every page is free afterwards.
+        """Forget all requests and free all pages, after an exception at any point.
 
         Args:
-            sent: the microbatches that are really in flight. Their results will be dropped. A microbatch that was
-                issued and never sent gives its index back.
+            sent: the issued microbatches that were really sent and have no result yet. Their results will be dropped.
+                The index of a microbatch that was issued but not sent is used again.
         """
         inflight = deque(sent)
         for lost in self._inflight:
@@ -170,7 +178,7 @@ class Coordinator:
                 self._freed.extend(lost.freed)
                 self._next_index = min(self._next_index, lost.index)
         self._inflight = inflight
-        # Stages also accept sequences here that they do not know.
+        # Some of these sequences may be unknown to the stages, which ignore them.
         self._freed.extend(self._running)
         for queue in (self._waiting, self._running, self._prefills, self._decodes):
             queue.clear()
@@ -184,10 +192,10 @@ class Coordinator:
         return min(self.limits.max_model_len, self.pool.num_tokens)
 
     def next_microbatch(self) -> MicroBatch | None:
-        """Return the next microbatch to run, or None. `idle_reason` then gives the reason.
+        """Issue the next microbatch and return it. If there is none now, return None and set `idle_reason`.
 
         Raises:
-            PolicyError: the policy breaks a rule of scheduling.
+            PolicyError: a grant is not legal, the microbatch is too large, or the policy waits with nothing in flight.
         """
         if len(self._inflight) >= self.limits.inflight:
             self.idle_reason = "full"
@@ -195,12 +203,13 @@ class Coordinator:
         chunks = self._choose()
         if not chunks:
             if not self._inflight and (self._running or self._waiting):
-                raise self._broken("waits for a result with nothing in flight; it must grant tokens of the view")
+                raise self._broken("waits for a result with nothing in flight; its pick must then return a Grant")
             return None
         microbatch = MicroBatch(self._next_index, chunks, tuple(self._freed), self._clock())
         if microbatch.num_tokens > self._most_tokens:
             raise self._broken(
-                f"made a microbatch of {microbatch.num_tokens} tokens; its max_tokens allows {self._most_tokens}"
+                f"made a microbatch of {microbatch.num_tokens} tokens; its max_tokens allows {self._most_tokens}. "
+                f"Grant fewer tokens, or return a larger number from max_tokens"
             )
         if self._heads is not None and self._heads.choose(microbatch):
             microbatch = MicroBatch(microbatch.index, chunks, microbatch.freed, microbatch.issued_s, head_on_first=True)
@@ -212,7 +221,10 @@ class Coordinator:
         return microbatch
 
     def _choose(self) -> tuple[Chunk, ...]:
-        """Ask the policy. Ask again if all its choice was preempted because no pages were free."""
+        """Return the chunks that the policy chooses for the next microbatch, none if it chooses none.
+
+        If sequences were preempted and no chunk was made, ask the policy again.
+        """
         while True:
             admissible = self._admissible()
             view = View(
@@ -237,9 +249,9 @@ class Coordinator:
                 return chunks
 
     def complete(self, result: StepResult, head_s: float = 0.0) -> list[Completion]:
-        """Take in the oldest microbatch's result. Return the completions of the requests that it finished.
+        """Take in the result of the oldest microbatch in flight. Return the completions of the requests that end.
 
-        Results of sequences that were preempted meanwhile are stale by their epoch and are dropped.
+        Results of sequences that were preempted meanwhile have an earlier epoch and are dropped.
 
         Args:
             head_s: seconds of the LM head on the first stage, if that stage computed it.
@@ -269,11 +281,12 @@ class Coordinator:
         return completions
 
     def _current(self, index: int, epoch: int) -> Sequence | None:
+        """Return the running sequence with this index. Return None if it has ended, or was preempted after `epoch`."""
         sequence = self._running.get(index)
         return sequence if sequence is not None and sequence.epoch == epoch else None
 
     def _take(self, sequence: Sequence, token: SampledToken) -> Completion | None:
-        """Take in a sequence's next token. Return its completion if that token was the last.
+        """Add the drawn token to its sequence. Return the completion of the request if this token was the last.
 
         The answer must not depend on the size of the KV cache. So an output that the cache cannot hold is an error, and
         not a shorter answer.
@@ -320,10 +333,11 @@ class Coordinator:
         self._freed.append(sequence.index)
 
     def _admissible(self) -> tuple[Sequence, ...]:
-        """Return the first waiting sequences that fit: a seat for each, and pages for all their known tokens.
+        """Return the first waiting sequences that may start now.
 
-        Pages that running prefills will still take count as taken. Otherwise two prompts that are admitted in part
-        could each wait for the other's pages.
+        Each needs a seat (room for a running sequence) and free pages for all its known tokens. Pages that running
+        prefills will still take do not count as free. Otherwise two prompts, each with a part of its pages, could wait
+        for each other's pages.
         """
         pool, page_size = self.pool, self.pool.page_size
         free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
@@ -337,10 +351,10 @@ class Coordinator:
         return tuple(admissible)
 
     def _apply(self, grants: list[Grant], admissible: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
-        """Turn grants into chunks. Pages go to the oldest request first, and prefills come before decodes.
+        """Turn grants into chunks, prefill chunks before decodes. The oldest request gets its pages first.
 
-        After a preemption no other request starts. The free pages belong to the preempted requests, which are older and
-        wait again.
+        If a request is preempted here, no waiting request starts in this microbatch. The pages that became free are for
+        the preempted requests, which are older.
 
         Raises:
             PolicyError: a grant is not legal.
@@ -350,7 +364,8 @@ class Coordinator:
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         before: Sequence | None = None
-        # By identity and not by order: requests of a lost replica come back after later ones.
+        # Identity shows which sequences were admitted. Indexes do not: requests of a lost replica are submitted again,
+        # after requests with larger indexes.
         admitted = set(map(id, admissible))
         for sequence, num_tokens, overlap in self._by_arrival(grants):
             if sequence is before:
@@ -388,13 +403,15 @@ class Coordinator:
         try:
             return sorted(grants, key=_BY_ARRIVAL)
         except (AttributeError, TypeError):
-            raise self._broken(f"returned {grants!r:.200}; it must be a list of Grants") from None
+            raise self._broken(
+                f"returned {grants!r:.200}; it must be a list of Grants of the view's sequences"
+            ) from None
 
     def _broken(self, rule: str) -> PolicyError:
         return PolicyError(f"the policy {class_name(type(self._policy))} {rule}")
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
-        """Preempt the newest requests until positions [0, end) of the sequence fit. Return whether they fit.
+        """Preempt the newest requests until there are pages for the sequence's first `end` tokens. Return success.
 
         A request that is not running yet preempts no other. A running request gives up its own pages if none is newer.
         So the oldest request always continues, and no request waits for itself.
@@ -410,7 +427,10 @@ class Coordinator:
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Drop a sequence's KV, and queue it by arrival. All its known tokens are its new prompt (recomputation)."""
+        """Take the pages of a running sequence, and put it back into the queue, in order of arrival.
+
+        When it starts again, all its known tokens are computed again, like a prompt.
+        """
         self._prefills.pop(victim.index, None)
         self._decodes.pop(victim.index, None)
         self._leave(victim)
@@ -421,7 +441,7 @@ class Coordinator:
         self._waiting.insert(place, victim)
 
     def _issue_decode(self, sequence: Sequence, new_pages: tuple[int, ...]) -> Chunk:
-        """Issue a chunk with the last known token. Most chunks are decodes, so they have a fast path of their own."""
+        """Issue the sequence's last known token as a chunk. Most chunks are decodes, so they have a fast path here."""
         index, start = sequence.index, sequence.issued
         sequence.issued = start + 1
         self._held_tokens += 1
@@ -433,7 +453,7 @@ class Coordinator:
         return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
-        """Take the pages that positions [0, end) still need. They must be free."""
+        """Take the pages that the sequence still needs for its first `end` tokens. They must be free."""
         new_pages = self.pool.take(-(-end // self.pool.page_size) - len(sequence.pages))
         sequence.pages.extend(new_pages)
         return new_pages

@@ -1,12 +1,14 @@
 """The choice of the stage that computes the LM head: the last stage, or for some microbatches the first one.
 
-Layers come in whole numbers and an LM head is not one of them. So stages that are equal without it are unequal with
-it. Prompts make few rows for it and decodes make many, so no split of layers is even for both. But drawing a token
-needs only the rows, and the coordinator, which waits for the tokens, runs with the first stage.
+The LM head turns a row (the output vector of a token) into the scores from which the next token is drawn. If the layers
+are divided evenly, it makes the last stage slower than the others. Another split of the layers does not help: prompt
+chunks draw few tokens, so their LM head takes little time, and that of many decodes takes as long as some layers. But
+the first stage can compute the LM head too. It needs only the rows, and the coordinator, which waits for the drawn
+tokens, runs in the same process.
 
-So the error is diffused. This module adds up how much longer the last stage has computed than the first one. The next
-LM head goes to the stage that brings this sum nearest to zero. With two equal stages that is the first stage for every
-other microbatch, so that both compute the same in each turn.
+This module adds up how much longer the last stage has computed than the first one. The next LM head goes to the stage
+that brings this sum nearest to zero. If both stages take equal times without it, they take turns: the first stage
+computes the LM head of every other microbatch.
 """
 
 from __future__ import annotations
@@ -20,20 +22,24 @@ from sarathi_pp.core.cost.model import CostModel, Load, Row
 from sarathi_pp.core.cost.refiner import CostRefiner
 from sarathi_pp.core.plan import MicroBatch, StageTime
 
-# Latest microbatches whose medians give the time of an LM head, and the ratio of the last stage to the first one.
+# Number of latest measurements in each of the two medians: the time of an LM head, and the last stage's time relative
+# to the first stage's.
 _REMEMBERED = 31
-# Stages count as equal if their times differ by less than this share of an LM head. Taking turns is then the nearest
-# choice. If noise changed the turns, both stages would have a gap.
+# The first and the last stage count as equal if their times differ by less than this share of an LM head's time. They
+# then take turns. If noise in the measured times changed the turns, both stages would have to wait.
 _ALIKE = 0.5
 
 
 def moves_head(head: str, device: str, num_stages: int, shards: int) -> bool:
-    """Return whether a run moves LM heads to the first stage.
+    """Return whether the first stage may compute LM heads in this run.
 
-    On a GPU the LM head would take memory from the KV cache. A stage of several ranks would have to collect its rows.
+    It does not on a GPU, because the LM head's weights would take memory from the first stage's KV cache. It does not
+    with tensor parallelism, because the ranks of the last stage would first have to collect their rows.
 
     Args:
-        head: the value that the user chose, as in RunConfig.
+        head: the user's choice, "auto" or "last". See `RunConfig.head`.
+        device: "cpu" or "cuda".
+        shards: number of ranks that compute each stage together (tensor parallelism).
     """
     return head == "auto" and device == "cpu" and num_stages > 1 and shards == 1
 
@@ -41,11 +47,11 @@ def moves_head(head: str, device: str, num_stages: int, shards: int) -> bool:
 class HeadPlacement:
     """The choice of a stage for the LM head of each microbatch.
 
-    Measured times come after the choice, so expected times are added up. The times of single microbatches contain noise
-    that no later choice can correct.
+    It adds up expected times, since a microbatch's times are measured after the choice. Measured times only improve the
+    expectation. They are not added up themselves: a later choice cannot correct their noise.
 
     Args:
-        cost: cost of all stages, as far as it is known before the run. Measured times of microbatches refine it.
+        cost: cost model of all stages before the run. Measured times of microbatches refine it.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -70,15 +76,16 @@ class HeadPlacement:
         on_first = num_drawn > 0 and self._ahead > 0
         if num_drawn:
             self._ahead += -1 if on_first else 1
-        # Time beyond one LM head is lost. Losing as much on the other side would not bring it back.
+        # Beyond one LM head, one stage has already waited for the other. That time is lost, and a wait of the other
+        # stage would not bring it back.
         self._ahead = max(-1.0, min(1.0, self._ahead))
         return on_first
 
     def observe(self, microbatch: MicroBatch, times: Sequence[StageTime], head_s: float) -> None:
-        """Take in the times of the oldest microbatch in flight.
+        """Learn from the measured times of the oldest microbatch in flight, whose result has come.
 
         Args:
-            times: one per stage.
+            times: one per stage, first stage first.
             head_s: seconds of its LM head, if the first stage computed it.
         """
         row = self._rows.popleft()
@@ -93,13 +100,14 @@ class HeadPlacement:
             self._heads_s.add(head_s)
 
     def restart(self, inflight: Iterable[MicroBatch]) -> None:
-        """Forget all microbatches except these, which are in flight, oldest first."""
+        """Forget all microbatches except those in `inflight`, which still have no result. Give them oldest first."""
         self._rows = deque(self._first.row(Load.of(microbatch)) for microbatch in inflight)
 
     def _expected_s(self, num_drawn: int) -> float:
-        """Return the expected seconds of an LM head.
+        """Return the expected seconds of an LM head for `num_drawn` rows.
 
-        Reading its weights takes most of them, however many rows there are.
+        They are the median of the measured times, whatever the number of rows: reading the weights takes most of the
+        time. Before the first measurement, the cost model gives the seconds.
         """
         return self._heads_s.median if self._heads_s.numbers else self._row_s * max(1, num_drawn)
 

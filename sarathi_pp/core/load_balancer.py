@@ -1,8 +1,8 @@
 """The choice of a replica for the next request: the one with the least work, counted in tokens.
 
 The work of a request is its prompt tokens plus the mean output tokens of ended requests, because its own output is not
-known yet. A replica holds a limited number of requests. Further requests wait until one has ended, so that fast and
-slow replicas finish at about the same time.
+known yet. A replica holds a limited number of requests. Further requests wait until one has ended, and go to the
+replica that then has room. If all were given at the start, a slow replica would still run when the others are done.
 """
 
 from __future__ import annotations
@@ -11,25 +11,35 @@ from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
 
 
 def most_held(max_num_seqs: int) -> int:
-    """Return the most requests of a replica. As many may wait as run, so that a free seat is filled at once."""
+    """Return the most requests that a replica may hold, running and waiting ones together.
+
+    As many may wait as may run. When a request ends, the next one is already there and starts at once.
+
+    Args:
+        max_num_seqs: most requests that run at once in the replica.
+    """
     return 2 * max_num_seqs
 
 
 def most_held_tokens(kv_tokens: int) -> int:
-    """Return the prompt tokens at which a replica gets no further request: those that run and those that may wait.
+    """Return the number of prompt tokens at which a replica gets no further request.
+
+    It is the tokens that may run, which the KV cache limits, and the tokens that may wait.
 
     Args:
-        kv_tokens: tokens that the replica's KV cache holds.
+        kv_tokens: most tokens that the replica's KV cache can hold.
     """
     return kv_tokens + MAX_WAITING_TOKENS
 
 
 class LoadBalancer:
-    """The requests that each replica holds.
+    """The requests that each replica holds, and the choice of a replica for the next one.
+
+    Replicas are numbered from 0.
 
     Args:
-        most: requests that a replica may hold at once, waiting ones included.
-        most_tokens: prompt tokens at which a replica gets no further request.
+        most: most requests that a replica may hold at once, waiting ones included.
+        most_tokens: number of prompt tokens at which a replica gets no further request.
     """
 
     def __init__(self, num_replicas: int, most: int, most_tokens: int) -> None:
@@ -42,21 +52,21 @@ class LoadBalancer:
 
     @property
     def room(self) -> int:
-        """The number of requests that may be given now."""
+        """The number of requests that all replicas together can take now."""
         return sum(self._most - len(self._held[replica]) for replica in self.present if self._has_room(replica))
 
     @property
     def present(self) -> list[int]:
-        """The replicas that are not lost."""
+        """The indexes of the replicas that are not lost."""
         return [replica for replica, lost in enumerate(self._lost) if not lost]
 
     def num_held(self, replica: int) -> int:
         return len(self._held[replica])
 
     def give(self, request: Request) -> int:
-        """Give a request to the replica with the least work, the first among equals, and return that replica.
+        """Give a request to the replica with the least work. Return the index of that replica.
 
-        There must be room for it.
+        If several have equally little work, the first of them gets the request. The caller must check `room` before.
         """
         mean = self._output_tokens / self._ended if self._ended else 0.0
         replica = min(
@@ -68,10 +78,15 @@ class LoadBalancer:
         return replica
 
     def holds(self, replica: int, index: int) -> bool:
+        """Return whether the replica holds the request with this index."""
         return index in self._held[replica]
 
     def end(self, replica: int, index: int, num_output_tokens: int) -> None:
-        """Record the end of a request that the replica holds."""
+        """Record that a request has ended. The replica must hold it.
+
+        Args:
+            index: index of the request.
+        """
         request = self._held[replica].pop(index)
         self._prompt_tokens[replica] -= len(request.prompt_token_ids)
         self._ended += 1

@@ -1,4 +1,4 @@
-"""The split of layers over stages, as a pure function of numbers."""
+"""The split of a model's layers over the stages of a pipeline, computed from numbers alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple
 
 from sarathi_pp.errors import PartitionError
 
+# The layers [first, end) of each stage, first stage first.
 Layers = tuple[tuple[int, int], ...]
-# Seconds of a stage, from its index and its layers [first, end).
+# A function (stage, first, end) that gives the seconds per microbatch of a stage with the layers [first, end).
 StageSeconds = Callable[[int, int, int], float]
 
-# Steps of the bisection. After 50 of them, the limit exceeds the least one only by a rounding error.
+# Steps of the bisection in `_attained_s`. After 50 of them, its limit exceeds the least one only by a rounding error.
 _BISECTIONS = 50
 
 
@@ -35,22 +36,24 @@ def partition(num_layers: int, num_stages: int, split: Sequence[int] | Literal["
     given = ",".join(map(str, split))
     if len(split) != num_stages:
         raise PartitionError(
-            f"--layer-split {given} names {len(split)} stages, and the run has {num_stages}."
-            f"\n  try  --stages {len(split)}, or {num_stages} numbers that add up to {num_layers}"
+            f"--layer-split {given} gives the layers of {len(split)} stages, but the run has {num_stages} stages."
+            f"\n  try  --stages {len(split)}, or a --layer-split of {num_stages} numbers that add up to {num_layers}"
         )
     if sum(split) != num_layers or min(split) < 1:
         raise PartitionError(
-            f"--layer-split {given} adds up to {sum(split)} layers with a smallest share of {min(split)}; the "
-            f"model has {num_layers}, and each stage needs at least 1."
+            f"--layer-split {given} adds up to {sum(split)} layers, and its smallest number is {min(split)}. The "
+            f"numbers must add up to the model's {num_layers} layers, and each must be at least 1."
         )
     return tuple(pairwise([0, *accumulate(split)]))
 
 
 def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -> Layers:
-    """Return the contiguous split whose slowest stage takes least. Among equals, return one whose stages differ little.
+    """Return the contiguous split with the least time of the slowest stage.
+
+    If several splits have the same slowest time, return one whose stages take similar times.
 
     Args:
-        seconds: time of a stage with these layers. It must not fall if a layer is added at either end.
+        seconds: gives the time of a stage with these layers. It must not fall if a layer is added at either end.
 
     Raises:
         PartitionError: there are fewer layers than stages.
@@ -58,7 +61,7 @@ def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -
     _require_layers(num_layers, num_stages)
     limit_s = _attained_s(num_layers, num_stages, seconds)
     starts = _least_starts(num_layers, num_stages, seconds, limit_s)
-    # By end: the best way to divide the layers [0, end) among the stages so far.
+    # Key: end. Value: the best way to divide the layers [0, end) among the stages of the loop so far.
     best = {0: _Share(0.0, 0.0, (0,))}
     for stage in range(num_stages):
         last_end = num_layers - (num_stages - stage - 1)
@@ -67,12 +70,12 @@ def partition_by_time(num_layers: int, num_stages: int, seconds: StageSeconds) -
 
 
 class _Share(NamedTuple):
-    """The division of the first layers among the first stages.
+    """A way to divide the first layers of the model among its first stages.
 
     Attributes:
-        slowest_s: time of the slowest stage.
-        squares: sum of the squared times.
-        cuts: 0 and the end of each stage.
+        slowest_s: time of the slowest of these stages.
+        squares: sum of the squared times of these stages.
+        cuts: 0, then the end of each stage's layers.
     """
 
     slowest_s: float
@@ -83,16 +86,21 @@ class _Share(NamedTuple):
 def _best_shares(
     best: Mapping[int, _Share], ends: range, seconds: Callable[[int, int], float], limit_s: float
 ) -> Iterator[tuple[int, _Share]]:
-    """Yield the best share for each of the ends that one more stage reaches within `limit_s`.
+    """Add one stage to the shares. Yield each end that the stage can reach within `limit_s`, with the best share.
 
-    If the slowest stages are equal, the least sum of squares is best. If the sums are equal too, the earlier stages
-    take more layers, as in an even split.
+    The best share has the least time of the slowest stage. If these are equal, the least sum of squares is best. If the
+    sums are equal too, the earlier stages take more layers, as in an even split.
+
+    Args:
+        best: by end, the best share of the stages before.
+        ends: ends that the new stage may have.
+        seconds: gives the time of the new stage with the layers [first, end).
     """
     lowest, highest = min(best), max(best)
     slowest = {first: share.slowest_s for first, share in best.items()}
     squares = {first: share.squares for first, share in best.items()}
     for end in ends:
-        # These belong to the best start so far, `chosen`.
+        # The slowest time and the sum of squares with the best start so far, which is `chosen`.
         slowest_s, least, chosen = limit_s, inf, -1
         for first in range(min(end - 1, highest), lowest - 1, -1):
             stage_s = seconds(first, end)
@@ -112,9 +120,10 @@ def _best_shares(
 
 
 def _attained_s(num_layers: int, num_stages: int, seconds: StageSeconds) -> float:
-    """Return the slowest stage's time in a split that fills one stage after another up to a limit.
+    """Return the time of the slowest stage in the best split that `_slowest_if_filled` makes, in seconds.
 
-    Bisection finds the limit. The best split stays within the returned time, so slower stages need no search.
+    Bisection finds the limit that gives this split. The best of all splits is not slower. So the search can skip every
+    stage that takes longer than the returned time.
     """
     low = 0.0
     high = max(seconds(stage, *span) for stage, span in enumerate(partition(num_layers, num_stages)))
@@ -126,7 +135,10 @@ def _attained_s(num_layers: int, num_stages: int, seconds: StageSeconds) -> floa
 
 
 def _slowest_if_filled(num_layers: int, num_stages: int, seconds: StageSeconds, limit_s: float) -> float:
-    """Return the slowest stage's time if each stage takes what fits `limit_s`, and the last one the others."""
+    """Return the time of the slowest stage, in seconds, if stages are filled one after the other.
+
+    Each stage takes as many layers as fit `limit_s`, at least one. The last stage takes all that are left.
+    """
     slowest_s, first = 0.0, 0
     for stage in range(num_stages - 1):
         end = first + 1
@@ -137,9 +149,9 @@ def _slowest_if_filled(num_layers: int, num_stages: int, seconds: StageSeconds, 
 
 
 def _least_starts(num_layers: int, num_stages: int, seconds: StageSeconds, limit_s: float) -> list[int]:
-    """Return the earliest start of each stage with which it and all later stages stay within `limit_s`.
+    """Return the smallest first layer of each stage with which it and all later stages stay within `limit_s`.
 
-    The last entry is the end of the layers.
+    The last entry is the number of layers.
     """
     starts = [num_layers]
     for stage in reversed(range(num_stages)):

@@ -1,6 +1,6 @@
 """A microbatch as a frozen value that prints, parses and compares.
 
-Text form, used by golden schedules, logs and traces (KV length after the colon):
+Text form, used in traces, logs and the expected schedules of tests:
 
     m7[s3:256+128 | d s1:300 s2:17]
       |  |  |   |     |  `- position of the decode: it reads 300 earlier tokens and writes one
@@ -10,8 +10,8 @@ Text form, used by golden schedules, logs and traces (KV length after the colon)
       |  `- sequence; `s3.1` is sequence 3 after one preemption (epoch 1)
       `- index of the microbatch
 
-Chunk, SamplingRow and SampledToken are tuples. One of each is made for every token that is drawn, and a tuple takes a
-third of the time of a frozen dataclass.
+Chunk, SamplingRow and SampledToken are tuples. One of each is made for every token that is drawn, and making a tuple
+takes a third of the time of making a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# The reason why no microbatch is issued. full: enough are in flight. held: the policy waits. no_kv: no pages are free.
-# tokens_in_flight: every sequence waits for its next token.
+# The reason why the coordinator issues no microbatch:
+#     full               the most microbatches are in flight
+#     held               at least one microbatch per stage is in flight, and the policy wants no more
+#     no_arrivals        there is no unfinished request
+#     no_kv              requests wait, and too few KV pages are free to start one
+#     tokens_in_flight   the running sequences wait for their next tokens
 IdleReason = Literal["full", "held", "no_arrivals", "no_kv", "tokens_in_flight"]
 
 
 class SamplingRow(NamedTuple):
-    """Everything that the last stage needs to draw the token after a chunk. It is stateless, so it travels each time.
+    """The parameters with which the token after a chunk is drawn.
+
+    A stage keeps no state for drawing, so these parameters come with each chunk.
 
     Attributes:
-        position: index of the drawn token in prompt + output. The draw depends on (seed, position) alone.
+        position: index of the drawn token in prompt + output, from 0. Its random numbers depend only on seed and
+            position.
     """
 
     position: int
@@ -47,11 +54,14 @@ class Chunk(NamedTuple):
     A chunk starts at the end of the sequence's earlier chunks. It starts before that end if tokens are computed again
     (Grant.overlap). Such tokens get the same keys and values in the same places, and count like other tokens.
 
-    The fields up to `decode` are the schedule. The others are payload for the stages.
+    The fields up to `decode` are the schedule, which the text form shows. The others are data for the stages.
 
     Attributes:
-        token_ids: num_tokens of them.
-        new_pages: pages that are appended to the sequence's page table before the chunk runs.
+        sequence: index of the sequence's request.
+        epoch: number of preemptions of the sequence before this chunk was issued.
+        start: position of the first token, from 0.
+        token_ids: ids of the chunk's tokens.
+        new_pages: ids of KV pages. The stages append them to the sequence's pages before they compute the chunk.
         sampling: None if the chunk does not reach the end of the known tokens, so that no next token is drawn.
     """
 
@@ -70,7 +80,7 @@ class Chunk(NamedTuple):
 
     @property
     def attention(self) -> float:
-        """Return x*L + x*x/2, the score entries that attention computes for x tokens after L earlier ones."""
+        """Return the query-key scores that attention computes: x*L + x*x/2 for x tokens after L earlier ones."""
         return self.num_tokens * self.start + self.num_tokens**2 / 2
 
     def __str__(self) -> str:
@@ -83,10 +93,11 @@ class MicroBatch:
     """The work that every stage runs at once: prefill chunks first, then decodes.
 
     Attributes:
-        freed: sequences whose page tables the stages drop before they run this microbatch.
-        issued_s: the coordinator's clock at issue.
-        head_on_first: the last stage sends the rows that draw a token to the first stage, which computes the LM head
-            for them. This is not part of the text form.
+        freed: indexes of sequences that ended or were preempted. Before they run this microbatch, the stages drop the
+            lists of KV pages of these sequences.
+        issued_s: time of issue in seconds, on the coordinator's clock.
+        head_on_first: the first stage computes the LM head. The last stage sends it the rows (vectors of tokens) after
+            which a token is drawn. The text form does not show this.
     """
 
     index: int
@@ -109,7 +120,7 @@ class MicroBatch:
 
     @property
     def num_drawn(self) -> int:
-        """Number of chunks that end with the known tokens of their sequence, so that the next token is drawn."""
+        """Number of chunks that reach the last known token of their sequence, so that the next token is drawn."""
         return sum([chunk.sampling is not None for chunk in self.chunks])
 
     def __str__(self) -> str:
@@ -140,17 +151,19 @@ def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
     for word in text.split():
         match = _CHUNK.fullmatch(word)
         if match is None or (match[4] is None) != decode:
-            raise ValueError(f"not a {'decode' if decode else 'prefill chunk'}: {word!r}")
+            raise ValueError(f"not a {'decode like s1:300' if decode else 'prefill chunk like s3:256+128'}: {word!r}")
         num_tokens = 1 if decode else int(match[4])
         yield Chunk(int(match[1]), int(match[2] or 0), int(match[3]), num_tokens, decode)
 
 
 class SampledToken(NamedTuple):
-    """One drawn token.
+    """The next token of a sequence, which was drawn from its logits.
 
     Attributes:
-        failed: the logits were not finite. There is no token, and the request fails.
-        first_bad: the first stage whose output was not finite; -1 if no stage checked.
+        sequence: index of the sequence's request.
+        epoch: epoch of the chunk after which the token was drawn.
+        failed: the logits had NaN or infinity. There is no token, and the request fails.
+        first_bad: index of the first stage whose output had NaN or infinity; -1 if none had, or if no stage checked.
     """
 
     sequence: int
@@ -161,7 +174,7 @@ class SampledToken(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """Seconds that a stage computed a microbatch; 0 if they are not known yet."""
+    """The seconds in which a stage computed the microbatch with this index; 0 if they are not known yet."""
 
     microbatch: int
     seconds: float
@@ -169,12 +182,13 @@ class StageTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one microbatch. Results come in issue order.
+    """The result of one microbatch. Results come in the order of issue.
 
     Attributes:
-        stage_times: one per stage, first stage first. They are of this microbatch. If a device reports its times later,
-            they are of a microbatch that was in flight at the same time.
-        short: a stage had no memory for the microbatch, and computed it at a second attempt.
+        index: index of the microbatch.
+        stage_times: one per stage, first stage first. Usually they are times of this microbatch. If a device reports
+            its times later, they are of an earlier microbatch that was in flight at the same time.
+        short: a stage ran out of memory for the microbatch, and computed it at a second attempt.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""A request, and how it ended."""
+"""A request, and its completion: the output and the reason why it ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from sarathi_pp.config import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
-# Prompt tokens that one queue of waiting requests may hold: 128 MiB, and more than a KV cache holds.
+# Most prompt tokens in a replica's queue of waiting requests. They take 128 MiB, and are more than a KV cache holds.
 MAX_WAITING_TOKENS = 1 << 25
 
 ErrorCode = Literal["non_finite_logits", "kv_cache_exhausted"]
@@ -21,13 +21,14 @@ class Request:
     """One prompt to continue.
 
     Attributes:
-        index: arrival order, unique in a run. It names the sequence in schedules and traces (`s<index>`).
+        index: number in the order of arrival, unique in a run. It names the sequence in schedules and traces
+            (`s<index>`).
         prompt_token_ids: never empty. They are stored as an int32 array, 4 bytes per token, since thousands of long
             prompts may wait.
-        sampling: its seed is already concrete.
-        arrival_s: time on the coordinator's clock, from which latencies count.
-        paragraph_ends: prompt positions at which a paragraph of the text ends, ascending. Empty unless the policy wants
-            them (`Policy.wants_paragraphs`).
+        sampling: sampling parameters. Their seed is a number, never None.
+        arrival_s: time of arrival in seconds, on the coordinator's clock. Latencies count from this time.
+        paragraph_ends: for each paragraph of the prompt, the number of prompt tokens up to its end. Empty unless the
+            policy needs it (`Policy.wants_paragraphs`).
     """
 
     index: int
@@ -43,11 +44,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished request.
+    """The output of a finished request.
 
     Attributes:
         token_ids: every generated token, the end-of-sequence token included.
-        first_bad: the first stage whose output was not finite, for `non_finite_logits`; -1 if no stage checked.
+        first_bad: index (from 0) of the first stage whose output had NaN or infinity; -1 if none had, or if no stage
+            checked (`--debug-nan`).
         error_code: cause of the finish reason "error"; None for every other reason. `kv_cache_exhausted`: the prompt
             and this output fill the whole KV cache, so that the next token cannot be computed.
     """

@@ -1,12 +1,15 @@
-"""The state of one request: three cursors over its tokens. The phase is derived, never stored.
+"""The state of one request: three cursors (counts of tokens) over its prompt and output.
 
     tokens   [ prompt .................. | output ...... ]
               0 ....... done ........ issued ......... known
               `- KV written -' `- in flight -' `- to be computed
 
 `done <= issued <= known` always. If issued == known, the next token is in flight and nothing can be issued.
-A decode is a grant of 1 after the prompt, with issued == known - 1. Several chunks may be in flight at once.
-Stages are first in, first out, so chunk k+1 reaches a stage after chunk k has written its KV there.
+After the prompt, issued == known - 1 whenever a token can be issued. The chunk of this one token is a decode.
+So the cursors show the phase (prefill or decode), and it is not stored.
+
+Several chunks of a sequence may be in flight at once. Stages compute microbatches in the order in which they come.
+So chunk k has written its keys and values (KV) on a stage before that stage computes chunk k+1.
 """
 
 from __future__ import annotations
@@ -17,6 +20,14 @@ from sarathi_pp.core.request import Request
 
 
 class Sequence:
+    """The tokens of one request, its three cursors and its KV pages.
+
+    Attributes:
+        draw: the fields of a SamplingRow, except the position.
+        epoch: number of preemptions so far.
+        pages: ids of its KV pages, in the order of its tokens. Empty while it waits.
+    """
+
     __slots__ = ("request", "index", "num_prompt", "draw", "tokens", "done", "issued", "epoch", "pages")
 
     def __init__(self, request: Request) -> None:
@@ -25,7 +36,6 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         params = request.sampling
         assert params.seed is not None, "requests carry a concrete seed"
-        # All fields of a SamplingRow except the position.
         self.draw = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
         # An array and not a list: the garbage collector would walk all tokens of all sequences, 100 ms with 4096 of
         # them. Until `start` it is the request's own array, so that the tokens of a waiting prompt are stored once.
@@ -65,7 +75,10 @@ class Sequence:
             self.tokens = self.tokens[:]
 
     def restart(self) -> None:
-        """Forget all computed KV. Chunks in flight become stale by their epoch."""
+        """Forget all computed keys and values after a preemption.
+
+        Chunks in flight carry the earlier epoch, so their results will be dropped.
+        """
         self.done = self.issued = 0
         self.epoch += 1
         self.pages = []

@@ -1,4 +1,4 @@
-"""Requests on their way to a pipeline. The next one is known in advance."""
+"""Requests that arrive at a simulated pipeline, one after the other."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from sarathi_pp.core.request import Request
 
 
 class Arrivals(Protocol):
+    """A source of requests for a simulation. The time of the next arrival is known in advance."""
+
     @property
     def next_s(self) -> float:
-        """Return when the next request is there; infinite if none comes."""
+        """Return the time in seconds at which the next request arrives; infinite if no more come."""
 
     def take(self, now_s: float) -> Request | None:
-        """Return the next request if it is there, otherwise None."""
+        """Return the next request if it has arrived by `now_s`, otherwise None. It is then no longer in the source."""
 
 
 class InOrder:
-    """The requests of a workload, each available from its arrival. One is made in advance."""
+    """The requests of a workload, each available from its `arrival_s`. Only the next one is in memory."""
 
     def __init__(self, requests: Iterator[Request]) -> None:
         self._requests = requests
@@ -40,12 +42,13 @@ class InOrder:
 
 
 class Inbox:
-    """The requests that a replica was given, in that order. Each is available from the time when it was given."""
+    """The requests that the load balancer has given to a replica. Each is available from the time when it was given."""
 
     def __init__(self) -> None:
         self._given: deque[tuple[float, Request]] = deque()
 
     def put(self, at_s: float, request: Request) -> None:
+        """Add a request that was given at `at_s`, which must not be before earlier ones."""
         self._given.append((at_s, request))
 
     @property

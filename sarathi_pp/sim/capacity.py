@@ -1,7 +1,8 @@
 """The requests per second that a pipeline serves within its latency bounds (Sarathi-Serve, arXiv 2403.02310, 5.1).
 
-This is the highest Poisson rate that meets two conditions. The 99th percentile of the time between tokens stays within
-the bound. The median request waits at most 2 s for its first chunk. Bisection finds the rate.
+Requests arrive at random, as a Poisson process. The capacity is the highest rate that meets two conditions. The 99th
+percentile of the time between tokens stays within the bound. The median request waits at most 2 s for its first chunk.
+Bisection finds the rate: each step simulates the workload at another rate.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ from itertools import chain
 from sarathi_pp.sim.experiment import Experiment, simulate_replicas
 from sarathi_pp.trace.latency import RequestLatency, Spread, latency_spreads
 
+# Most seconds that the median request may wait for its first chunk.
 _MOST_QUEUE_S = 2.0
-# Relative error of the rate.
+# Relative error of the returned rate.
 _GRANULARITY = 0.025
-# Requests that all arrive within this time are there at once, and a higher rate changes nothing.
+# If the whole workload arrives within this time, a higher rate changes nothing.
 _AT_ONCE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The highest rate within the bounds, and what was measured at that rate.
+    """A rate of arrivals, and the latencies that were simulated with it.
 
     Attributes:
-        rate: requests per second. 0 if even the lowest rate misses the bounds. None if the requests are too few to miss
-            them, even all at once.
+        rate: requests per second. As a result: 0 if even the lowest rate exceeds the bounds. None if the workload stays
+            within them although all its requests arrive at once.
+        tbt_p99_s: 99th percentile of the time between tokens, in seconds; None without a second token.
+        queue_p50_s: seconds that the median request waits for its first chunk.
     """
 
     rate: float | None
@@ -34,10 +38,12 @@ class Capacity:
 
 
 def find_capacity(experiment: Experiment, tbt_slo_s: float) -> Capacity:
-    """Return the capacity of the experiment's policy on its workload, whose own arrivals are not used.
+    """Return the highest rate of arrivals at which the simulated pipeline stays within the latency bounds.
+
+    The requests are those of the experiment's workload. Times of arrival that the workload has are replaced.
 
     Args:
-        tbt_slo_s: bound on the time between tokens, in seconds.
+        tbt_slo_s: bound on the 99th percentile of the time between tokens, in seconds.
     """
     best = Capacity(0.0, None, None)
     low, rate = 0.0, 1.0

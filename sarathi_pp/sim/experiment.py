@@ -1,4 +1,4 @@
-"""One simulated run: from a profile, a workload and a policy to the timelines that every report reads."""
+"""One simulated run: from a profile, a workload and a policy to timelines, from which reports are made."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ from sarathi_pp.trace.events import Event, TraceEnd, TraceStart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """The description of a simulation. None means the profile's value.
+    """The description of a simulation.
 
     Attributes:
-        replicas: pipelines of these stages that share the requests.
-        max_num_seqs: of each replica.
-        max_model_len: None for the longest request of the workload.
+        profile: cost model, links, noise and memory of the pipeline.
+        stages: number of stages; None for that of the profile. Another number gets equal numbers of layers.
+        replicas: number of pipelines of these stages that share the requests.
+        max_num_seqs: most sequences that run at once in each replica; None for the profile's number.
+        max_model_len: most tokens of a request; None for the longest request of the workload.
         inflight: most microbatches in flight; None for the policy's own number.
+        jitter_cv: noise of stage times, as standard deviation / mean. None for the jitter and the drift of the profile.
         slow: factors on the times of the profile, by stage index from 0. Policies do not know them.
         seed: seed of the noise.
-        head: as in RunConfig.
+        head: stage of the LM head, "auto" or "last", as in RunConfig.
     """
 
     profile: Profile
@@ -54,7 +57,7 @@ class Experiment:
     head: str = "auto"
 
     def cost(self) -> CostModel:
-        """Return the cost of the stages as policies know it."""
+        """Return the cost model of the stages, without the factors of `slow`. Policies may know it."""
         cost = self.profile.cost
         if self.stages is None or self.stages == len(cost.stages):
             return cost
@@ -73,7 +76,7 @@ class Experiment:
         if self.workload.max_tokens > room:
             raise ConfigError(
                 f"{self.workload.spec} has requests of up to {self.workload.max_tokens} tokens; the KV pool of "
-                f"{self.profile.model} holds {room}: use shorter ones, or a profile with more pages"
+                f"{self.profile.model} holds {room} tokens: use shorter requests, or a profile with more pages"
             )
         return Limits(
             num_stages=num_stages,
@@ -87,21 +90,21 @@ class Experiment:
 
 
 def report_of(experiment: Experiment) -> Report:
-    """Run the experiment. Return the report that a real run of it would have, without causes."""
+    """Simulate the experiment. Return its report: that of a real run, without the causes of the bubble."""
     return summarise_replicas([Replica.fold(timeline) for timeline in simulate_replicas(experiment)])
 
 
 def simulate(experiment: Experiment) -> Timeline:
-    """Run the experiment as one pipeline.
+    """Simulate an experiment with one replica. Return its timeline, which holds the times of every microbatch.
 
-    Times are exact and the same on every machine. The timeline holds every microbatch.
+    The times are the same on every machine.
     """
     (timeline,) = simulate_replicas(experiment)
     return timeline
 
 
 def simulate_replicas(experiment: Experiment) -> list[Timeline]:
-    """Run the experiment. Return the timeline of each replica."""
+    """Simulate the experiment. Return the timeline of each replica."""
     timelines = [_begun(experiment, replica) for replica in range(experiment.replicas)]
     run(experiment, *map(_adding, timelines))
     for stage in chain.from_iterable(timeline.stages for timeline in timelines):
@@ -111,10 +114,10 @@ def simulate_replicas(experiment: Experiment) -> list[Timeline]:
 
 
 def run(experiment: Experiment, *records: Record) -> None:
-    """Run the experiment. Pass on each event when it happens, and keep none.
+    """Simulate the experiment. Call a function with each event when it happens, and keep no events in memory.
 
     Args:
-        records: one per replica.
+        records: the functions that take the events of a replica, one per replica.
     """
     limits, requests = experiment.limits(), experiment.workload.requests(token_ids=False)
     if len(records) == 1:
@@ -146,12 +149,15 @@ def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Re
 
 
 def _begun(experiment: Experiment, replica: int) -> Timeline:
+    """Return the timeline of a replica at the start. It has the stages, and no events."""
     timeline = Timeline()
     timeline.stages = [StageTimeline(start) for start in trace_starts(experiment, replica)]
     return timeline
 
 
 def _adding(timeline: Timeline) -> Record:
+    """Return a function that adds each event to the timeline."""
+
     def record(stage: int, event: Event) -> None:
         timeline.add(timeline.stages[stage], event)
 
@@ -163,7 +169,7 @@ _SEEDS_APART = 1 << 32
 
 
 def _noise(experiment: Experiment, num_stages: int, replica: int) -> Noise:
-    """Return the profile's noise, or jitter alone if it is given."""
+    """Return the noise of a replica's stage times: the profile's, or only jitter if the experiment sets it."""
     profile, seed = experiment.profile, experiment.seed + replica * _SEEDS_APART
     if experiment.jitter_cv is not None:
         return Noise(num_stages, experiment.jitter_cv, seed=seed)
@@ -171,7 +177,7 @@ def _noise(experiment: Experiment, num_stages: int, replica: int) -> Noise:
 
 
 def trace_starts(experiment: Experiment, replica: int = 0) -> list[TraceStart]:
-    """Return the first event of each stage's trace."""
+    """Return the first event of each stage's trace, as a real run writes it."""
     limits, stages = experiment.limits(), experiment.cost().stages
     return [
         TraceStart(

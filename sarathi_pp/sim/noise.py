@@ -1,8 +1,8 @@
-"""Factors for modelled times, so that virtual stages are as uneven as real ones.
+"""Random factors for modelled times, so that simulated stages are as uneven as real ones.
 
-jitter    drawn again for every microbatch on every stage
-drift     the speed of a stage, which changes slowly: an Ornstein-Uhlenbeck process, which is the one whose
-          correlation falls with time as exp(-t / seconds). No number in flight evens it out.
+jitter    a factor that is drawn again for every microbatch on every stage
+drift     a factor for the speed of a stage, which changes slowly. It is an Ornstein-Uhlenbeck process: the correlation
+          with an earlier value falls with time as exp(-t / seconds). More microbatches in flight do not even it out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ _LEAST = 0.5
 
 
 class Noise:
-    """The source of the factors, the same for the same seed, stage by stage.
+    """The source of the factors. The same seed and the same calls give the same factors.
 
-    Jitter is the same with and without drift.
+    Jitter and drift have random numbers of their own. So jitter is the same with and without drift.
+
+    Args:
+        jitter_cv: standard deviation of the jitter, whose mean is 1.
     """
 
     def __init__(self, num_stages: int, jitter_cv: float = 0.0, drift: Drift = NO_DRIFT, seed: int = 0) -> None:
@@ -32,7 +35,10 @@ class Noise:
         self._seen_s = [0.0] * num_stages
 
     def factor(self, stage: int, at_s: float) -> float:
-        """Return the factor of a microbatch that starts on a stage at that time. Times of a stage must not go back."""
+        """Return the factor for the time of a microbatch that starts on a stage at `at_s`.
+
+        For each stage, `at_s` must not decrease from call to call.
+        """
         factor = self._jitters.gauss(1.0, self._jitter_cv) if self._jitter_cv else 1.0
         if self._drift.cv:
             kept = math.exp(-(at_s - self._seen_s[stage]) / self._drift.seconds)

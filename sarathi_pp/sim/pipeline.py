@@ -1,14 +1,14 @@
-"""A pipeline in arithmetic: stages that take their modelled time, links between them, one virtual clock.
+"""A simulated pipeline: the times at which a microbatch arrives, starts and ends on each stage.
 
-Stages are first in, first out, and microbatches run in the order of issue. So every time follows from the microbatch
-before and the stage before, and no event queue is needed:
+Every stage computes the microbatches in the order of issue. So the times of a microbatch on a stage follow from the
+microbatch before it and from the stage before it, and no event queue is needed. For stage s:
 
-    arrived[s] = max(end[s - 1], when the microbatch before has left the link) + tokens / bandwidth + latency,
-                 each of the edge from s - 1 to s
+    arrived[s] = max(end[s - 1], when the link had sent the microbatch before) + bytes / bandwidth + latency
     start[s]   = max(end[s] of the microbatch before, arrived[s]) + time of the host
     end[s]     = start[s] + modelled time x noise
 
-If the first stage computes an LM head for the last one, it uses its own time between two microbatches.
+Bandwidth and latency are those of the link from stage s - 1 to stage s. If the first stage computes an LM head for the
+last one, it does so between two microbatches.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction of one edge.
+    """The speed of one edge, the directed connection from a stage to the next one.
+
+    The bytes of a microbatch occupy the link for bytes / bytes_per_s. They arrive latency_s after that.
 
     Attributes:
-        token_bytes: bytes of one token's activations. They occupy the link as its rate requires, and arrive the latency
-            later.
+        token_bytes: bytes of one token's activations.
     """
 
     latency_s: float = 0.0
@@ -37,11 +38,12 @@ class Link:
     token_bytes: int = 0
 
 
-# One per edge: from each stage to the next, and from the last to the first, which carries tokens alone.
+# The links from each stage to the next, and at last the one from the last stage to the first, which carries token ids.
 Links = tuple[Link, ...]
 
 
 def links_of(profile: Profile, num_stages: int) -> Links:
+    """Return the links of a pipeline of `num_stages` stages, with the latencies and rates of the profile."""
     token_bytes = profile.hidden_size * _ITEM_BYTES[profile.dtype]
     return tuple(
         Link(edge.latency_s + edge.added_latency_s, edge.bytes_per_s, token_bytes)
@@ -51,7 +53,7 @@ def links_of(profile: Profile, num_stages: int) -> Links:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """One microbatch on one stage, in seconds of virtual time."""
+    """The times of one microbatch on one stage, in seconds on the virtual clock."""
 
     arrived_s: float
     start_s: float
@@ -62,17 +64,18 @@ class VirtualPipeline:
     """The stages and links of one pipeline on a virtual clock.
 
     Args:
-        links: see Links.
-        noise: gives factors for every modelled time; None for no noise.
-        head_factor: time of an LM head on the first stage, relative to that on the last.
-        host_s: see Profile.
+        cost: cost model that gives the time of a microbatch on each stage.
+        links: one per stage: the link to the next stage, and for the last stage the link to the first.
+        noise: gives a random factor for each modelled time; None for no noise.
+        head_factor: time of an LM head on the first stage, relative to the time on the last stage.
+        host_s: seconds from the time when a stage could start a microbatch until it computes it.
     """
 
     def __init__(
         self, cost: CostModel, links: Links, noise: Noise | None = None, head_factor: float = 1.0, host_s: float = 0.0
     ) -> None:
         if len(links) != len(cost.stages):
-            raise ValueError(f"{len(cost.stages)} stages have as many edges, not {len(links)}")
+            raise ValueError(f"{len(links)} links for {len(cost.stages)} stages; give one link per stage")
         self._cost = cost
         self._head_factor = head_factor
         self._host_s = host_s
@@ -84,14 +87,15 @@ class VirtualPipeline:
 
     @property
     def entry_free_s(self) -> float:
-        """Time when the first stage can take the next microbatch."""
+        """Time at which the first stage is free, in seconds."""
         return self._free_s[0]
 
     def run(self, microbatch: MicroBatch) -> tuple[list[StageSpan], float]:
         """Run a microbatch that is issued at `microbatch.issued_s`.
 
         Returns:
-            Its spans, and the time when its result is back, or the input of its LM head.
+            Its times on each stage, and the time at which its result is back on the first stage. If the first stage
+            computes the LM head, it is the time at which the rows for it are there.
         """
         load = Load.of(microbatch)
         row = self._cost.row(load)
@@ -116,7 +120,10 @@ class VirtualPipeline:
         return spans, end_s + self._links[-1].latency_s
 
     def run_head(self, microbatch: MicroBatch, at_s: float) -> tuple[float, float]:
-        """Compute an LM head on the first stage, as soon as that is free from `at_s` on. Return its start and end."""
+        """Compute the LM head of a microbatch on the first stage. Return its start and its end, in seconds.
+
+        It starts at `at_s`, or as soon as the stage is free.
+        """
         start_s = max(at_s, self._free_s[0])
         seconds = self._cost.head_seconds(Load.of(microbatch)) * self._head_factor
         if self._noise is not None:

@@ -22,7 +22,7 @@ def gpt3_a100_tp8pp8() -> Profile:
     Chunk attention: 4 h FLOP per pair and layer, 73.7 kFLOP on each GPU. Table 2's 10 ms for 1024 tokens are 28 % of
         the A6000's peak. At 28 % of 312 a pair takes 0.84 ns.
     Decode attention: 2 * 12288 / 8 * 2 B * 12 layers = 73.7 kB per token of context, 45 ns at 80 % of 2.04 TB/s.
-    Head: 50257 * 12288 * 2 B / 8 = 154 MB take 95 us. Over the 27 rows of a microbatch that is 3.5 us each.
+    LM head: 50257 * 12288 * 2 B / 8 = 154 MB take 95 us. Over the 27 rows of a microbatch that is 3.5 us each.
     Links: each of the 8 GPUs sends an eighth of the activations over its own 200 Gbit/s InfiniBand port: 200 GB/s
         together, 10 us latency.
     KV: 216 sequences of 4096 tokens (27 per microbatch, 8 in flight): 55296 pages of 16.
@@ -59,7 +59,7 @@ PRESETS = {"gpt3-a100-tp8pp8": gpt3_a100_tp8pp8}
 
 
 def preset(name: str) -> Profile:
-    """Return the preset of that name. Raises ConfigError with an unknown name and the known ones."""
+    """Return the profile of the preset with this name. Raises ConfigError if the name is not known."""
     if name not in PRESETS:
         raise ConfigError(f"--preset {name!r} is not known; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]()

@@ -1,11 +1,11 @@
-"""Several pipelines on one virtual clock. They share requests like the replicas of a real run.
+"""Several simulated pipelines on one virtual clock. They share requests like the replicas of a real run.
 
     requests --> LoadBalancer --+--> inbox of replica 0 --> its simulation
                                 +--> inbox of replica 1 --> its simulation ...
 
-The replica that is due first makes the next step. A request goes to the replica with the least work as soon as it has
-arrived and there is room. That is at 0, at its arrival, or when another request has ended. Messages between replicas
-take no time here.
+The replica whose next step is due first makes the next step. A request goes to the replica with the least work as soon
+as it has arrived and a replica has room: at its arrival, or when another request has ended. Messages between replicas
+take no time in the simulation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ def run_replicas(
     most_tokens: int,
     requests: Iterable[Request],
 ) -> None:
-    """Answer all requests, which come in order of arrival.
+    """Simulate the replicas until all requests are answered.
 
     Args:
-        make: makes a replica's simulation from its index and the recorder of its events.
-        records: one per replica.
-        most, most_tokens: see LoadBalancer.
+        make: makes the simulation of a replica. It takes the replica's index and the function that records its events.
+        records: functions that record the events of a replica, one per replica.
+        most: most requests that a replica may hold at once.
+        most_tokens: number of prompt tokens at which a replica gets no further request.
+        requests: in order of arrival.
     """
     balancer = LoadBalancer(len(records), most, most_tokens)
 
@@ -47,7 +49,7 @@ def run_replicas(
     replicas = [(make(index, ending(index, record)), Inbox()) for index, record in enumerate(records)]
     arrivals, now_s = InOrder(iter(requests)), 0.0
     while True:
-        # The first among equals.
+        # If several are due at the same time, the first of them makes the step.
         due_s, index = min((one.due_s(inbox), index) for index, (one, inbox) in enumerate(replicas))
         given_s = max(now_s, arrivals.next_s) if balancer.room else inf
         if given_s <= due_s and (request := arrivals.take(given_s)) is not None:

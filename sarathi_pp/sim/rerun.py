@@ -1,12 +1,12 @@
-"""A recorded run, repeated on the simulator: what another option would have done to its times.
+"""A recorded run, repeated in the simulator to predict its time with another option.
 
-The recorded facts are used: the requests with their arrivals and lengths, the cost of microbatches, the times of links,
-and the time of hosts per microbatch. One simulation is compared with another, so effects that the simulator does not
-know are missing from both. If they are large, the simulated run is not as long as the real one. Then there is no
-result.
+The simulation uses the recorded facts: the requests with their arrivals and lengths, the cost of microbatches, the
+times of links, and the time of hosts per microbatch. The run is simulated with and without the change, so effects that
+the simulator does not know are missing from both. If they are large, the simulated run without a change is not as long
+as the real one. Then there is no result.
 
-Of a long run only the first requests are simulated. Times are taken when all but the last ones have finished. After
-that the pipeline drains, which the real run did not do at that time.
+Of a long run only the first requests are simulated. Times are read before the last of these have finished, because the
+simulated pipeline then drains (less and less of it is in use). The real run did not drain at that time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from sarathi_pp.trace.events import Event, Issued, RequestFinished
 # stage takes one step per microbatch, and the coordinator an eighth of a step per chunk.
 _MOST_STEPS = 10_000
 _CHUNKS_A_STEP = 8
-# At least this many times the most seats of any trial are simulated, since fewer would be mostly filling and draining.
-# That may take up to _MOST_OVER times as many steps, and a single trial up to _MOST_OVER times more.
+# At least this number times the most seats of any trial (requests that run at once) are simulated. With fewer requests,
+# the pipeline would mostly fill and drain. That may take up to _MOST_OVER times the steps, and a single trial up to
+# _MOST_OVER times more.
 _LEAST_SEATFULS = 2.5
 _MOST_OVER = 4
 # The simulated run may be longer or shorter than the real one by this share.
@@ -46,10 +47,10 @@ _MOST_OFF = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Options as they might have been. None means no change.
+    """The options that a trial changes. None means no change.
 
     Attributes:
-        layers: layers of the stages, and so the number of stages.
+        layers: number of layers, stage by stage. It also gives the number of stages.
         times: repetitions of the same requests, one after the other.
     """
 
@@ -67,16 +68,18 @@ class CannotTry(Exception):
 
 
 class _Asked(NamedTuple):
+    """A request of the recorded run, with its arrival in seconds after the first one."""
+
     prompt_tokens: int
     output_tokens: int
     arrival_s: float
 
 
 class _Times(NamedTuple):
-    """The times of a trial.
+    """The times of a trial, in seconds.
 
     Attributes:
-        wall_s: from the first issue to the last answer that counts.
+        wall_s: from the first issue to the last answer that counts (Rerun.counted).
         first_token_s: mean time from a request's first issue to its first token.
     """
 
@@ -84,26 +87,30 @@ class _Times(NamedTuple):
     first_token_s: float
 
 
-# The times of a trial that would take too long.
+# The times of a trial that was ended because it takes too many steps.
 _GIVEN_UP = _Times(inf, inf)
 
 
 def most_seats(seats: int, num_stages: int) -> int:
-    """Return the most seats to try if there are `seats`: twice that number, or four per stage if that is more."""
+    """Return the most seats (requests that run at once) that trials of a run with `seats` of them use.
+
+    It is twice that number, or four per stage if that is more.
+    """
     return max(2 * seats, 4 * num_stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The run to which changes are compared.
+    """A recorded run that can be simulated with and without a change.
 
     Attributes:
+        requests: the requests to simulate, in order of arrival.
         limits, policy, cost, links: those of the recorded run.
-        host_s: per stage, the host's time before each microbatch computes.
+        host_s: per stage, the seconds that its host takes before each microbatch computes.
         counted: number of answers after which the simulated time is read.
-        max_pages: pages that memory could hold.
-        pages_follow_layers: a stage with more layers holds fewer pages.
-        moves_head: the first stage computed LM heads too.
+        max_pages: most KV pages that the memory of the stages could hold.
+        pages_follow_layers: True if a stage with more layers has memory for fewer pages.
+        moves_head: True if the first stage computed LM heads too.
     """
 
     requests: tuple[_Asked, ...]
@@ -131,16 +138,17 @@ class Rerun:
         request_rate: float | None = None,
         pages_follow_layers: bool = True,
     ) -> Self | None:
-        """Return the rerun of a recorded run, or None if nothing can be said about the run.
+        """Return the rerun of a recorded run, or None if the run cannot be repeated.
 
-        Nothing can be said if the run continues, was killed or answered nothing, or if its policy is not built in. The
-        same holds if its trace has more answered than computed tokens.
+        It cannot be repeated if it still runs, was killed or answered nothing, or if its policy is not built in. The
+        same holds if its trace is damaged, so that it has more answered than computed tokens.
 
         Args:
-            cost: cost model of the run's microbatches.
+            cost: cost model that was fitted to the run's microbatches.
+            links: latencies and rates of the run's links.
             max_num_seqs, max_model_len: limits of the run; None for as much as it used.
             max_pages: pages that its memory could hold; None for no more than it had.
-            request_rate: None if requests were there as soon as they were read.
+            request_rate: arrivals per second; None if requests arrived as soon as they were read.
             pages_follow_layers: False for emulated stages, whose pages are from a profile.
 
         Raises:
@@ -176,14 +184,14 @@ class Rerun:
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
             raise CannotTry(
                 f"the simulator takes {found_s:.2f} s for {measured_s:.2f} s of the run. "
-                f"Gains are shown if the two are within {_MOST_OFF:.0%}"
+                f"Predicted gains are shown only if the two differ by at most {_MOST_OFF:.0%}"
             )
         return rerun
 
     def saved(self, change: Change) -> float:
         """Return the share of the wall time that the change saves for the same work; below 0 if it takes longer.
 
-        If the run is not simulated to its end, more requests save almost nothing.
+        If only a part of the run is simulated, a repetition of its requests (`change.times`) counts as no saving.
         """
         if change.times > 1 and self.counted < len(self.requests):
             return 0.0
@@ -191,12 +199,12 @@ class Rerun:
         return 1 - after_s / (change.times * before_s) if before_s else 0.0
 
     def sooner(self, change: Change) -> float:
-        """Return the share that the change saves of the time from first issue to first token, like `saved`."""
+        """Return the share that the change saves of the mean time from a request's first issue to its first token."""
         before_s, after_s = self._times(Change()).first_token_s, self._times(change).first_token_s
         return 1 - after_s / before_s if before_s else 0.0
 
     def wall_s(self, change: Change) -> float:
-        """Return the time from the first issue to the last answer that counts; infinite if the trial takes too long."""
+        """Return the seconds from the first issue to the last answer that counts; infinite if the trial was ended."""
         return self._times(change).wall_s
 
     def _times(self, change: Change) -> _Times:
@@ -235,9 +243,10 @@ class Rerun:
         return policy, replace(limits, **given), cost
 
     def _pages(self, change: Change, cost: CostModel) -> int:
-        """Return the pages that the seats can use, if memory holds them. More layers leave fewer pages.
+        """Return the number of KV pages after the change. Usually it is all that memory holds.
 
-        The longest request fits in any case.
+        If the largest stage gets more layers, memory holds fewer pages. If the run had exactly the pages that its seats
+        could use, the result is no more than the seats after the change can use. The longest request fits in any case.
         """
         limits, pages = self.limits, self.max_pages
         if self.pages_follow_layers:
@@ -249,16 +258,17 @@ class Rerun:
         return max(pages, -(-longest // limits.page_size))
 
     def _with_hosts(self, cost: CostModel) -> CostModel:
-        """Add the hosts' time to the cost: a stage that its host keeps busy is like one that computes longer."""
+        """Return the cost with the time of each stage's host, as if the stage computed longer by this time."""
         mean_s = sum(self.host_s) / len(self.host_s)
         hosts_s = self.host_s if len(cost.stages) == len(self.host_s) else (mean_s,) * len(cost.stages)
         stages = (replace(stage, a0=stage.a0 + host_s) for stage, host_s in zip(cost.stages, hosts_s, strict=True))
         return replace(cost, stages=tuple(stages))
 
     def _links(self, num_stages: int) -> Links:
-        """Return the links.
+        """Return the links of a pipeline with `num_stages` stages.
 
-        With another number of stages the slow edge is unknown, so all are as slow as the mean edge.
+        With another number of stages than the run had, every link has the mean latency and rate of the run's links. It
+        is unknown which of the new links would be slow.
         """
         if num_stages == len(self.links):
             return self.links
@@ -268,6 +278,7 @@ class Rerun:
         return (Link(latency_s, 1 / s_per_token if s_per_token else inf, token_bytes=1),) * num_stages
 
     def _requests(self, times: int) -> Iterator[Request]:
+        """Yield the requests of the run, and repeat them with later arrivals, `times` times in all."""
         last_s = self.requests[-1].arrival_s
         period_s = last_s + last_s / max(1, len(self.requests) - 1)
         for time in range(times):
@@ -278,9 +289,9 @@ class Rerun:
 
 
 def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> bool:
-    """Return whether the trace holds the compute of all answered tokens. A damaged trace may not.
+    """Return whether the trace has as many computed tokens as its answers need. A damaged trace may have fewer.
 
-    Each token but a request's last is computed, prompts included.
+    A request needs its prompt tokens and its output tokens, except the last one, which no stage computes.
     """
     left = sum(event.num_tokens for event in timeline.issued)
     for request in answered:
@@ -314,8 +325,11 @@ def _most_layers(cost: CostModel) -> int:
 def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked]:
     """Yield the requests in order of arrival, with times from the first arrival on.
 
-    A reader of a file reads at most `seats` requests ahead. If that many wait, the next request was there before it was
-    read. It is taken to have come with the request before it.
+    A run reads its input file at most `seats` requests ahead. If that many waited when a request was read, it was in
+    the file before, and its recorded arrival is too late. Its arrival is then that of the request before it.
+
+    Args:
+        seats: infinite if the recorded arrivals are right.
     """
     first_s = arrival_s = -inf
     issues_s: list[float] = []  # of all requests that have arrived, sorted
@@ -329,7 +343,7 @@ def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked
 
 
 class _Enough(Exception):
-    """The signal to end a simulation, because its times are known or it takes too long."""
+    """The signal to end a simulation, because its times are known or it takes too many steps."""
 
 
 class _Watch:

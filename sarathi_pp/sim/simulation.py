@@ -1,11 +1,11 @@
 """The real coordinator on a virtual clock.
 
-The simulation does what the engine does, in the same order. Whenever its own stage is free, rank 0 takes in arrivals
-and results. It computes the LM heads that its stage has to compute. Then it issues a microbatch, and runs it through
-its stage before the next step. Everything that happens is recorded as the events of a real run, so every report works
-on it.
+The simulation does what the engine of a real run does on rank 0, in the same order. Rank 0 computes the first stage,
+and a step starts when this stage is free. Rank 0 then takes in new requests and results. If a result needs an LM head
+on the first stage, it computes that. Otherwise it issues a microbatch and computes the first stage of it.
+Everything that happens is recorded as the events of a real run, so every report works on it.
 
-The simulation advances step by step, so that several can share a clock. See sim/replicas.py.
+The caller makes the simulation advance step by step, so several simulations can share one clock (sim/replicas.py).
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from sarathi_pp.sim.pipeline import VirtualPipeline
 from sarathi_pp.trace.events import Compute, Event, Head, Issued, RequestArrived, Returned, Starved
 from sarathi_pp.trace.token_times import TokenTimes
 
-# Called with a stage and an event of that stage.
+# A function that takes the index of a stage and an event of that stage.
 Record = Callable[[int, Event], None]
 
 
 class Simulation:
-    """One run of finitely many requests. It holds what is in flight, and nothing that is done.
+    """One simulated run. It keeps only unfinished requests and microbatches in memory.
 
     Args:
-        cost: costs that policies may know. The pipeline's own times may differ from them.
-        heads: chooses the LM heads that the first stage computes.
+        pipeline: gives the times of stages and links.
+        record: is called with each event.
+        cost: cost model for the policy. The pipeline's own times may differ from it. None: the policy uses no costs.
+        heads: chooses the stage of each LM head. None: always the last stage.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Simulation:
         self._head: _Head | None = None
         self._starved: IdleReason | None = None
         self._token_s = 0.0
-        self._runs = True  # the first stage computes, or there was no step yet
+        self._runs = True  # the last step made the first stage compute, or there was no step yet
 
     def run(self, requests: Iterable[Request]) -> None:
         """Answer all requests. They must come in order of arrival."""
@@ -67,9 +69,10 @@ class Simulation:
             self.step(at_s, arrivals)
 
     def due_s(self, arrivals: Arrivals) -> float:
-        """Return the time of the next step: the first stage is free, a result is there, or an arrival could be issued.
+        """Return the time of the next step, in seconds on the virtual clock.
 
-        The time is infinite if everything that arrived is answered and nothing more comes.
+        If the first stage computes, it is the time when that ends. Otherwise it is the next result, or the next arrival
+        if it can be issued. It is infinite if every request is answered and no more come.
         """
         if self._runs:
             until_s = self._pipeline.entry_free_s
@@ -81,7 +84,7 @@ class Simulation:
         return max(self._now_s, until_s)
 
     def step(self, at_s: float, arrivals: Arrivals) -> None:
-        """Make one step at the time when it is due."""
+        """Make one step at `at_s`, which must be the time that `due_s` returned."""
         self._now_s = at_s
         if self._head is None:  # the engine takes no arrivals between an LM head and the work after it
             self._admit(arrivals)
@@ -99,7 +102,7 @@ class Simulation:
                 self._finish(answered, self._now_s)
 
     def _collect(self) -> bool:
-        """Take in the results that are there. Return True if the first stage now computes an LM head."""
+        """Take in the results that have come. Return True if the first stage now computes the LM head for one."""
         if self._head is not None:
             head, self._head = self._head, None
             self._token_s = head.end_s
@@ -153,7 +156,7 @@ class Simulation:
 
 
 class _Head(NamedTuple):
-    """An LM head that the first stage computes."""
+    """An LM head that the first stage computes, with the result to which it leads."""
 
     result: StepResult
     start_s: float
@@ -161,5 +164,5 @@ class _Head(NamedTuple):
 
 
 def _draw(chunks: tuple[Chunk, ...]) -> tuple[SampledToken, ...]:
-    """Return arbitrary tokens. Nothing reads them, and outputs end by their length only."""
+    """Return a token with id 0 for each chunk that draws one. No code reads the ids: outputs end by length only."""
     return tuple(SampledToken(chunk.sequence, chunk.epoch, 0) for chunk in chunks if chunk.sampling is not None)

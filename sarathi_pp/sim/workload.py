@@ -1,15 +1,17 @@
-"""Workloads, by name or as recorded. Each request is made when it is needed.
+"""Workloads: the lengths and arrivals of many requests, from a text (SPEC) or from recorded requests.
+
+Each request is made when it is needed. The texts are:
 
 zipf:n=10000,min=1024,max=4096,theta=0.4,pd=10,seed=0
     SARATHI's (arXiv 2308.16369, section 5.3): total length min + k - 1 with a probability proportional to
     k^-theta, output max(1, round(length / (pd + 1))). The other tokens are the prompt
 uniform:n=32,min=256,max=1024,pd=8,seed=0
-    prompt length uniform, output max(1, prompt // pd); or output=64 for all
+    prompt length uniform from min to max, output max(1, prompt // pd); or output=64 for all requests
 fixed:n=100,prompt=1024,output=128,seed=0
 poisson:rate=7,SPEC
-    any of the others with Poisson arrivals, `rate` per second; otherwise all arrive at 0
+    the requests of SPEC with Poisson arrivals, `rate` per second; without poisson, all arrive at 0
 then:SPEC+SPEC
-    one after the other, as if the traffic changed during a run; arrivals come first: poisson:rate=7,then:SPEC+SPEC
+    one workload after the other, as if the traffic changed during a run; with arrivals: poisson:rate=7,then:SPEC+SPEC
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 
 _VOCABULARY = 32_000
-# Most tokens: more than any pipeline takes, and few enough for a table of zipf's weights.
+# Parameters that are numbers of tokens, and the most that they may be. It is more than any pipeline takes, and small
+# enough for zipf, which makes a table of all lengths.
 _TOKENS = {"min", "max", "prompt", "output"}
 _MOST = 10_000_000
+# Most that the other whole numbers may be.
 _LARGEST = 2**53
+# Least prompt tokens per output token.
 _LEAST_RATIO = 0.001
 # Fewest arrivals per second: one in a lifetime.
 _LEAST_RATE = 1e-9
@@ -41,6 +46,8 @@ class Workload:
     """A number of requests with their lengths and arrivals.
 
     Attributes:
+        spec: the text that describes it, for messages.
+        max_tokens: most tokens of a request, prompt and output together.
         rate: arrivals per second. Infinite if all requests arrive at 0, or if `_arrivals` gives each arrival in
             seconds.
     """
@@ -65,7 +72,8 @@ class Workload:
         """Return a workload of recorded requests, in order of arrival.
 
         Args:
-            arrivals: None if all arrive at 0.
+            lengths: returns the numbers of prompt and output tokens, request by request.
+            arrivals: returns the arrival of each request in seconds; None if all arrive at 0.
         """
         return cls(spec, num_requests, max_tokens, math.inf, lambda rng: lengths(), 0, arrivals)
 
@@ -75,16 +83,16 @@ class Workload:
 
     @property
     def has_arrivals(self) -> bool:
-        """Return whether the workload sets arrivals. Otherwise all requests arrive at 0."""
+        """Return whether the workload has times of arrival. Otherwise all requests arrive at 0."""
         return math.isfinite(self.rate) or self._arrivals is not None
 
     def at_rate(self, rate: float) -> Workload:
-        """Return the same requests with Poisson arrivals, instead of any arrivals that they have."""
+        """Return the same requests with Poisson arrivals, `rate` per second. They replace any that the workload has."""
         return replace(self, rate=rate, _arrivals=None)
 
     @property
     def prompt_to_output(self) -> float:
-        """P:D over the whole workload."""
+        """Prompt tokens per output token (P:D) over the whole workload."""
         prompts, outputs = map(sum, zip(*self.lengths(), strict=True))
         return prompts / outputs
 
@@ -92,7 +100,7 @@ class Workload:
         """Yield the requests in order of arrival.
 
         Args:
-            token_ids: draw ids below `vocabulary`. If False, all ids are 0, for callers that never read them.
+            token_ids: draw random token ids below `vocabulary`. If False, all ids are 0, which is faster.
         """
         ids, arrivals = random.Random(self._seed + 1), self._arrival_times()
         for index, (prompt, output) in enumerate(self.lengths()):
@@ -111,20 +119,21 @@ class Workload:
 
 
 def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambda spec: None) -> Workload:
-    """Return the workload of a spec.
+    """Return the workload that a text describes. The module docstring has the forms of the text.
 
     Args:
-        recorded: finds the workload of a spec that is no name; None if there is none.
+        recorded: called with a text that has none of these forms, such as the path of a file. It returns the workload,
+            or None if there is none.
 
     Raises:
-        ConfigError: a part is wrong. The message gives it and the legal values.
+        ConfigError: a part of the text is wrong. The message gives the part and the legal values.
     """
     kind, _, rest = spec.partition(":")
     if kind == "poisson":
         first, _, inner = rest.partition(",")
         rate = _read(spec, first.split(","), {"rate": float})["rate"]
         if not rate >= _LEAST_RATE:
-            raise ConfigError(f"{spec}: rate is {rate:g}; it must be at least {_LEAST_RATE:g} arrivals a second")
+            raise ConfigError(f"{spec}: rate is {rate:g}; it must be at least {_LEAST_RATE:g} arrivals per second")
         workload = parse_workload(inner, lambda spec: _at_once(recorded(spec)))
         if math.isfinite(workload.rate):
             raise ConfigError(f"{spec}: rate is given twice, {rate:g} and {workload.rate:g}; leave one of them out")
@@ -134,7 +143,9 @@ def parse_workload(spec: str, recorded: Callable[[str], Workload | None] = lambd
     found = _named(spec, kind, rest) if kind in _KINDS else recorded(spec)
     if found is None:
         kinds = ", ".join([*_KINDS, "poisson", "then"])
-        raise ConfigError(f"the workload {spec!r} is not known: it is neither a file nor one of {kinds}")
+        raise ConfigError(
+            f"the workload {spec!r} is not known; give an existing file of requests, or one of {kinds}, as in fixed:n=9"
+        )
     return found
 
 
@@ -176,7 +187,7 @@ def _read(spec: str, pairs: list[str], kinds: Mapping[str, Callable[[str], float
             raise ConfigError(f"{spec}: {name} is {text!r}; it must be a number") from None
     missing = [name for name in kinds if name == "rate" and name not in values]
     if missing:
-        raise ConfigError(f"{spec}: {missing[0]} is missing")
+        raise ConfigError(f"{spec}: {missing[0]} is missing; write {missing[0]}=NUMBER, as in poisson:rate=7,fixed:n=9")
     return values
 
 
@@ -223,7 +234,7 @@ def _joined(spec: str, parts: list[Workload]) -> Workload:
     return Workload(spec, count, most, math.inf, draw, parts[0]._seed)
 
 
-# Parameters that may be 0. With an output of 0, pd gives the output.
+# Parameters that may be 0, by kind of workload. With output=0, pd gives the output.
 _FROM_ZERO = {"zipf": ("theta", "seed"), "uniform": ("output", "seed"), "fixed": ("seed",)}
 _Builder = Callable[[Mapping[str, float]], tuple[Callable[[random.Random], Iterator[Lengths]], int]]
 _KINDS: dict[str, tuple[dict[str, float], _Builder]] = {

@@ -64,7 +64,7 @@ def test_arguments_that_cannot_work_are_named(options: dict[str, object], says: 
         ({"policy": "a.b:C:k=1"}, "--policy a.b:C: there is no module", "policy='a.b:C': there is no module"),
         ({}, "try  more --stages, or --stages 2,", "try  more stages, or stages=2,"),
         ({"pp_size": 3}, "--stages is 3, and torchrun", "pp_size is 3, and torchrun"),
-        ({}, "--layer-split 3,2 names 2 stages", "layer_split=[3, 2] names 2 stages"),
+        ({}, "--layer-split 3,2 gives the", "layer_split=[3, 2] gives the"),
         ({}, "--layer-split even", "layer_split='even'"),
         ({}, "--kv-cache-memory 12MiB or less", "kv_cache_memory_bytes='12MiB' or less"),
         (

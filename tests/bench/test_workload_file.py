@@ -106,7 +106,7 @@ def test_a_file_without_requests_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no answered request"):
         read_workload(empty)
     for name in (str(tmp_path / "none.jsonl"), str(tmp_path), "", "x" * 300, "a\0b"):
-        with pytest.raises(ConfigError, match="is not known: it is neither a file nor one of zipf"):
+        with pytest.raises(ConfigError, match="is not known; give an existing file of requests, or one of zipf"):
             read_workload(name)
 
 

@@ -27,7 +27,7 @@ def test_given_split():
         (3, 4, None, "more than the model's 3 layers"),
         (8, 2, (4, 3), "adds up to 7"),
         (8, 2, (8, 0), "at least 1"),
-        (8, 2, (4, 2, 2), "names 3 stages"),
+        (8, 2, (4, 2, 2), "gives the layers of 3 stages"),
     ],
 )
 def test_errors_name_the_numbers(layers, stages, split, says):

@@ -1,8 +1,8 @@
-"""Known GPUs: memory and speed from the data sheets of their makers, for plans on machines elsewhere.
+"""Known GPUs, for `plan --card`: memory and speed from the data sheets of their makers.
 
 Peak rates are those of dense bfloat16 products with float32 accumulation. A stage is assumed to reach the same share of
-them as on an A100 (estimate.py). So times show which option is faster, and may be off by a factor. A GB of memory in a
-data sheet is taken as a GiB.
+them as on an A100 (estimate.py). So a plan shows which option is faster, but its times may be wrong by a factor. A GB
+of memory in a data sheet is taken as a GiB.
 
 Sources, all from nvidia.com:
     A100 Tensor Core GPU data sheet (2022); H100 data sheet (2023); H200 data sheet (2024); DGX B200 data sheet (2025)
@@ -31,14 +31,14 @@ class Card:
 
     title: str
     memory_bytes: int
-    flops: float  # in bfloat16
-    flops_float32: float  # without tensor cores
-    bytes_per_s: float  # from its memory
-    link_bytes_per_s: float  # to another card of the same host, one way
+    flops: float  # operations per second, in bfloat16
+    flops_float32: float  # operations per second, in float32 without tensor cores
+    bytes_per_s: float  # read from its memory
+    link_bytes_per_s: float  # sent to another card of the same host, one way
 
     @property
     def speed(self) -> DeviceSpeed:
-        """The assumed speed of a stage on this card: the share of the peak rates that an A100 is assumed to reach."""
+        """The assumed speed of a stage on this card: that on an A100, scaled by the peak rates of the two cards."""
         known, peak = DEVICE_SPEEDS["cuda"], CARDS["a100-80g"]
         assert known.sums is not None
         sums = SumSpeed(

@@ -10,14 +10,18 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 
 @dataclass(frozen=True, slots=True)
 class SumSpeed:
-    """The time to add up a tensor over the T shards of a stage: a base, and hops that each carry a part of the tensor.
+    """The time to add up a tensor over the T shards of a stage (the ranks that compute it together).
 
-        ring      2 (T-1) hops of a T-th of it
-        gathers   T-1 hops of all of it, added up by each shard
+    A sum takes a base time and the time of its hops. Each hop sends the tensor, or a part of it, to another shard:
+
+        ring      2 (T-1) hops of a T-th of the tensor
+        gathers   T-1 hops of the whole tensor, and each shard adds up all of it
 
     Attributes:
-        hop_s: time of each hop, whatever its size.
-        bytes_per_s: one way between two shards, adding included.
+        base_s: time of a sum without its hops, in seconds.
+        hop_s: time of each hop without its bytes, in seconds.
+        bytes_per_s: bytes per second in one direction between two shards, adding included.
+        gathers: True for gathers, False for a ring.
     """
 
     base_s: float
@@ -30,7 +34,7 @@ class SumSpeed:
         return self.base_s + self._hops(shards) * self.hop_s if shards > 1 else 0.0
 
     def byte_s(self, shards: int) -> float:
-        """Return the seconds per byte of the tensor."""
+        """Return the seconds of a sum per byte of its tensor."""
         part = 1 if self.gathers else 1 / shards
         return self._hops(shards) * part / self.bytes_per_s
 
@@ -43,12 +47,13 @@ class DeviceSpeed:
     """The speed of one stage's device.
 
     Attributes:
-        flops: speed of linear layers, by bytes per weight.
-        tile: tokens that linear layers take at once.
-        layer_s: time to launch a layer's operations, whatever they compute.
+        flops: operations per second of linear layers, by bytes per weight (2 or 4).
+        bytes_per_s: bytes read from the device's memory per second.
+        tile: number of tokens that linear layers compute in one step.
+        layer_s: seconds to launch a layer's operations, whatever they compute.
         attention_share: share of `flops` that attention reaches.
-        hidden_share: share of the time of reading weights that overlaps with their multiplication.
-        sums: speed between the devices that hold a stage together; None if each holds a stage alone.
+        hidden_share: share of the time of reading weights that overlaps with computing.
+        sums: speed of sums over the devices that compute a stage together; None if each stage has one device.
     """
 
     flops: Mapping[int, float]
@@ -60,8 +65,8 @@ class DeviceSpeed:
     sums: SumSpeed | None = None
 
 
-# cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/benchmarks/measure_300m.py. Of the
-# reading, 0.8 was hidden (on a Zen 5; half of it for the 254M model).
+# cpu: one AVX512-BF16 core of a shared server, as measured on the model of examples/benchmarks/measure_300m.py. On a
+# Zen 5, 0.8 of the time of reading weights overlapped with computing (0.5 with the 254M model).
 # cuda: an A100-80GB at 60 % of its 312 TFLOP/s (19.5 in float32) and 80 % of its 2.04 TB/s. Layers are launched one
 # operation at a time.
 # Sums on cpu: as wire/shard_group.py makes them, measured with gloo over loopback on two cores that other programs used
@@ -94,32 +99,37 @@ def estimate_cost(
     page_size: int = 16,
     shards: int = 1,
 ) -> CostModel:
-    """Return a cost model from a model's shape. It shows which option is faster; its times may be off by a factor.
+    """Return a cost model from a model's shape. It shows which option is faster; its times may be wrong by a factor.
 
-        weights of a layer   w = h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
+        h, d, i   hidden_size, head_dim, intermediate_size
+        w         weights of a layer: h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
+        w_active  the part of w that one token uses
+
         a0   launches, and reading that is not hidden    layers * (layer_s + (1 - hidden) * w * bytes / bandwidth)
         a1   a tile of tokens, 2 FLOP per weight         layers * 2 * w_active * tile / flops
         ridge   every weight is read once; the hidden    hidden * (w * bytes / bandwidth) / (2 * w_active / flops)
                 part takes as long as this many tokens
         a2   4 FLOP per channel, query and key           layers * 4 * heads*d / (flops * share)
         a3   a key and a value are read                  layers * 2 * kv_heads*d * bytes / bandwidth
-        LM head   its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops. These are
-                  added up, since its rows are few.
+        LM head   its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops. The two
+                  times are added up: with few rows, reading does not overlap with computing.
 
-    Each shard has a T-th of weights, heads and keys, and all of the LM head. Every layer adds two sums of hidden
-    states, after attention and after the MLP. Their fixed time is in a0, and the time of their bytes is in a1.
+    Each shard has a T-th of weights, heads and keys, and all of the LM head. With several shards, every layer adds up
+    hidden states over them twice, after attention and after the MLP. The fixed time of these sums is in a0, and the
+    time of their bytes is in a1.
 
-    The ridge is in whole tiles, and the smallest of the stages' ridges counts. Reading beyond it is added to a0 too. On
-    equal stages that is at most the time of one tile, which on an A100 is all of the reading. The embedding is a lookup
-    and costs nothing.
+    The ridge is in whole tiles, and the smallest of the stages' ridges counts. The hidden reading that takes longer
+    than the ridge is added to a0 too. On equal stages that is less than the time of one tile. On an A100 all reading
+    takes less than that, so the ridge is 0. The embedding is a lookup and costs nothing.
 
     Args:
-        layers: [first, end) of each stage.
-        weight_bytes: size of one weight, and of one key or value.
+        layers: layers [first, end) of each stage.
+        weight_bytes: bytes of one weight, and of one key or value.
         speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
         mlp_matrices: 3 with a gate, 2 without.
-        num_experts: of intermediate_size each.
-        shards: T ranks that hold each stage together. Coefficients and page_bytes are then those of each of them.
+        num_experts: experts per layer, each of intermediate_size.
+        shards: T, the number of ranks that compute each stage together. Coefficients and page_bytes are those of one of
+            these ranks.
     """
     speeds = [speed] * len(layers) if isinstance(speed, DeviceSpeed) else list(speed)
     assert len(speeds) == len(layers), f"{len(speeds)} speeds for {len(layers)} stages"

@@ -1,16 +1,18 @@
 """The cost of a microbatch on each stage: a formula with few coefficients.
 
     t = a0  +  a1 * tiles(n)  +  a2 * sum(x*L + x*x/2)  +  a3 * sum(KV)  +  (a4 + head) * decodes
-        fixed  linear layers     attention of chunks       attention of      per row
+        fixed  linear layers     attention of chunks       attention of      per decode
                                                            decodes
 
     n      tokens in the microbatch; tiles(n) = ceil(max(n, ridge) / tile)
     x, L   a chunk of x tokens after L earlier ones
-    KV     tokens that a decode reads
+    KV     tokens whose keys and values a decode reads
+    head   the LM head, on the last stage only
 
 All times are in seconds. The form follows SARATHI's own account of the time (arXiv 2308.16369, sections 3 and 4.4):
-linear layers take whole tiles, and attention grows with the context. The ridge point is that of the roofline model
-(Williams, Waterman, Patterson, CACM 2009): fewer tokens wait for the weights as long as that many.
+linear layers compute whole tiles of tokens, and attention grows with the context. The ridge is the ridge point of the
+roofline model (Williams, Waterman, Patterson, CACM 2009): fewer tokens than that take as long as `ridge` tokens,
+because reading the weights takes that long.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Load:
     """The numbers on which a microbatch's time depends.
 
     Attributes:
-        prefill_attention: score entries of the prefill chunks, summed.
-        decode_context: KV tokens that the decodes read.
+        prefill_attention: query-key scores of the prefill chunks, sum(x*L + x*x/2).
+        decode_context: tokens whose keys and values the decodes read, added up.
     """
 
     prefill_tokens: int
@@ -37,6 +39,7 @@ class Load:
 
     @classmethod
     def of(cls, microbatch: MicroBatch) -> Load:
+        """Return the load of a microbatch."""
         # One pass: the coordinator does this for every microbatch.
         prefill_tokens = decodes = decode_context = 0
         prefill_attention = 0.0
@@ -55,7 +58,7 @@ class Load:
         return self.prefill_tokens + self.decodes
 
 
-# The factors of the coefficients a0 .. a4.
+# The factors of the coefficients a0 .. a4 for one microbatch.
 Row = tuple[float, float, float, float, float]
 
 
@@ -64,7 +67,7 @@ class Terms:
     """One microbatch's seconds on one stage, by cause. They add up to its time.
 
     Attributes:
-        fixed: every microbatch pays it.
+        fixed: the time that every microbatch takes.
         prefill: linear layers over all tokens, and attention of chunks.
         context: attention of decodes.
         decode: cost of each decode, whatever its context.
@@ -82,12 +85,12 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The coefficients of one stage.
+    """The coefficients of the formula for one stage, in seconds.
 
     Attributes:
-        layers: [first, end).
-        head_s: seconds per sampled row, on the last stage.
-        page_bytes: size of one KV page over the stage's layers, 0 if unknown.
+        layers: the stage's layers [first, end).
+        head_s: time of the LM head per decode; 0 except on the last stage.
+        page_bytes: bytes of one KV page over all layers of the stage; 0 if unknown.
     """
 
     layers: tuple[int, int]
@@ -100,7 +103,7 @@ class StageCost:
     page_bytes: int = 0
 
     def seconds(self, row: Row) -> float:
-        """Return the seconds of a microbatch with the factors `row`. See CostModel.row."""
+        """Return the seconds of a microbatch with the factors that CostModel.row gives."""
         fixed, tiles, attention, context, decodes = row
         linear = self.a0 * fixed + self.a1 * tiles + self.a2 * attention
         return linear + self.a3 * context + (self.a4 + self.head_s) * decodes
@@ -117,11 +120,12 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The stages of one pipeline, first to last.
+    """The cost of a microbatch on each stage of a pipeline.
 
     Attributes:
-        tile: tokens that linear layers take at once.
-        ridge: on every stage, fewer tokens take as long as this many.
+        tile: number of tokens that linear layers compute in one step.
+        stages: the coefficients of each stage, first stage first.
+        ridge: on every stage, fewer tokens take as long as this number of tokens. 0 means no ridge.
     """
 
     tile: int
@@ -129,9 +133,11 @@ class CostModel:
     ridge: int = 0
 
     def tiles(self, num_tokens: int) -> int:
+        """Return the number of tiles that linear layers compute for a microbatch of `num_tokens` tokens."""
         return math.ceil(max(num_tokens, self.ridge) / self.tile)
 
     def terms(self, stage: int, load: Load) -> Terms:
+        """Return the parts of a microbatch's time on the stage with this index."""
         cost = self.stages[stage]
         return Terms(
             fixed=cost.a0,
@@ -141,7 +147,7 @@ class CostModel:
         )
 
     def row(self, load: Load) -> Row:
-        """Return the factors of a stage's coefficients."""
+        """Return the factors of the coefficients a0 .. a4. They are the same for all stages."""
         tiles = self.tiles(load.num_tokens)
         return 1.0, float(tiles), load.prefill_attention, float(load.decode_context), float(load.decodes)
 

@@ -19,8 +19,8 @@ class Drift:
     """The slow change of a stage's speed while it runs.
 
     Attributes:
-        cv: coefficient of variation; 0 means no change.
-        seconds: time in which the correlation falls to 1/e.
+        cv: coefficient of variation (standard deviation / mean) of the speed; 0 means no change.
+        seconds: time after which the speed's correlation with its earlier value has fallen to 1/e.
     """
 
     cv: float = 0.0
@@ -32,10 +32,10 @@ NO_DRIFT = Drift()
 
 @dataclass(frozen=True, slots=True)
 class EdgeLink:
-    """One direction of one edge.
+    """The speed of one edge, the directed connection from a stage to the next one.
 
     Attributes:
-        added_latency_s: time that emulated stages wait in addition to their own transport.
+        added_latency_s: seconds that emulated stages wait in addition to the time of their own transport.
     """
 
     latency_s: float
@@ -48,18 +48,19 @@ class Profile:
     """A cost model with the facts of its measurement: profile.json.
 
     Attributes:
-        link_latency_s: one way between neighbouring stages.
-        link_bytes_per_s: one way between neighbouring stages.
-        jitter_cv: coefficient of variation of equal microbatches near each other. If there are several stages, the part
-            that all of them share is left out.
-        pages: KV pages of the stage that holds fewest, each of page_size tokens.
-        error: mean absolute relative error of the fit, None if the model was not fitted.
-        drift: change of the stages' speed, also without the part that all stages share.
-        links: one per edge, in the order of `wire.order.edges`, the return edge last. Empty if all are alike.
-            They are valid for these stages only. With another number of stages, all edges have the link above.
-        tensor_parallel_size: ranks that held each stage together. Times contain their sums, and pages are those of one
-            of them.
-        host_s: from the time when a stage could start a microbatch until it computes.
+        link_latency_s: seconds from a stage to the next one, in one direction.
+        link_bytes_per_s: bytes per second from a stage to the next one, in one direction.
+        jitter_cv: coefficient of variation (standard deviation / mean) of the times of equal microbatches that run
+            shortly after each other. If there are several stages, variation that all of them share is left out.
+        pages: KV pages of the stage that has room for fewest, each of page_size tokens.
+        max_num_seqs: most sequences that run at once.
+        error: mean absolute relative error of the fit; None if the model was not fitted.
+        drift: slow change of the stages' speed, also without the part that all stages share.
+        links: one per edge, from each stage to the next and at last from the last to the first. Empty if all are alike.
+            With another number of stages they are not used, and every edge has link_latency_s and link_bytes_per_s.
+        tensor_parallel_size: number of ranks that computed each stage together. Stage times include adding up their
+            results, and `pages` are those of one rank.
+        host_s: seconds from the time when a stage could start a microbatch until it computes it.
     """
 
     model: str
@@ -111,10 +112,14 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: object) -> Profile:
-        """Return the profile that `to_json` converted. Raises InputError with key, value and legal values."""
+        """Return the profile of a JSON object in the form of `to_json`.
+
+        Raises:
+            InputError: a value is missing or not legal. The message gives its key, the value and the legal values.
+        """
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise InputError(f"the profile's schema is {found!r}; this version reads {SCHEMA!r}")
+            raise InputError(f"the profile's schema is {found!r}; this version reads {SCHEMA!r}: measure a new profile")
         stages = data.get("stages")
         if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages) or not stages:
             raise InputError("the profile's 'stages' must be a list with one object for each stage")
@@ -151,7 +156,7 @@ class Profile:
 def _stage(data: Mapping[str, Any]) -> StageCost:
     layers = data.get("layers")
     if not isinstance(layers, list) or len(layers) != 2 or not all(type(bound) is int for bound in layers):
-        raise InputError(f"a stage's 'layers' is {layers!r}; it must be [first, end)")
+        raise InputError(f"a stage's 'layers' is {layers!r}; it must be [first, end), two integers")
     a0, a1, a2, a3, a4 = (_real(data, name) for name in ("a0", "a1", "a2", "a3", "a4"))
     head_s = _real(data, "head_s") if "head_s" in data else 0.0
     page_bytes = _whole(data, "page_bytes", least=0) if "page_bytes" in data else 0
@@ -159,7 +164,7 @@ def _stage(data: Mapping[str, Any]) -> StageCost:
 
 
 def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:
-    """Return the links. Profiles whose edges are all alike have none."""
+    """Return the links of a profile. They are empty if the profile has none, because all edges are alike."""
     if not isinstance(data, list) or not all(isinstance(link, dict) for link in data):
         raise InputError("the profile's 'links' must be a list with one object for each edge")
     if len(data) not in (0, num_stages):
@@ -178,7 +183,7 @@ def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:
 
 
 def _drift(data: object) -> Drift:
-    """Return the drift. Profiles that are written manually need not have one."""
+    """Return the drift of a profile. It is NO_DRIFT if the profile has none, as one that was written manually."""
     if data is None:
         return NO_DRIFT
     if not isinstance(data, dict):

@@ -1,12 +1,12 @@
 """A cost model that learns from each microbatch of a run.
 
 Each stage has a least-squares fit of its own, on relative errors, with coefficients of at least 0. It starts from the
-coefficients of a profile or an estimate:
+coefficients of a profile or an estimate. With them it does two things:
 
-    scaled     all by one factor, to the speed that the first microbatches show. Errors are relative, so without this an
-               estimate ten times too small would weigh a hundred times as much as its corrections.
-    counted    as one observation of each coefficient. So two coefficients that noisy microbatches cannot tell apart
-               keep the proportion that they had.
+    scale      One factor adapts all of them to the speed that the first microbatches show. Errors are relative, so
+               without this an estimate ten times too small would weigh a hundred times as much as its corrections.
+    count      Each counts as one observation of its coefficient. So two coefficients that noisy microbatches cannot
+               tell apart keep the proportion that they had.
 
 Old observations count less and less, so that the model notices a machine that slows down.
 """
@@ -21,18 +21,18 @@ from sarathi_pp.core.cost.model import CostModel, Load, Row, StageCost
 
 
 class CostRefiner:
-    """A cost model that starts from `model`. Every observed microbatch corrects it, at a later read of `model`."""
+    """A cost model that starts from a given one. The times of observed microbatches correct it."""
 
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._stages = [_Regression(_coefficients(stage)) for stage in model.stages]
-        # Observations are added together. One at a time, each would find neither its code nor its numbers in the
-        # caches.
+        # Observations are collected and then processed together. If each were processed when it comes, neither the code
+        # nor the numbers would be in the CPU's caches.
         self._observed: list[tuple[_Regression, Row, float]] = []
 
     @property
     def model(self) -> CostModel:
-        """Return the model, which is solved again every few microbatches."""
+        """Return the current model. It is computed again every _SOLVE_EVERY microbatches."""
         if len(self._observed) >= _SOLVE_EVERY * len(self._stages):
             for regression, row, seconds in self._observed:
                 regression.observe(row, seconds)
@@ -43,26 +43,32 @@ class CostRefiner:
         return self._model
 
     def row(self, load: Load) -> Row:
-        """Return the factors of a microbatch with that load, for `observe`.
+        """Return the factors of the coefficients for a microbatch with that load, for `observe`.
 
-        All stages have the same, so make them once.
+        They are the same for all stages, so one call per microbatch is enough.
         """
         return self._model.row(load)
 
     def observe(self, stage: int, row: Row, seconds: float) -> None:
-        """Record the seconds of one microbatch on a stage. 0 means that they are unknown."""
+        """Record the time of a microbatch on a stage.
+
+        Args:
+            stage: index of the stage, from 0.
+            row: the microbatch's factors.
+            seconds: 0 if the time is unknown.
+        """
         if seconds > 0:
             self._observed.append((self._stages[stage], row, seconds))
 
 
 class _Regression:
-    """The weighted normal equations of one stage, kept as sums.
+    """The weighted least-squares fit of one stage: its normal equations, kept as sums.
 
-    Coordinate descent solves them, starting from the last solution. Old observations fade because the weight of new
-    ones grows. So the sums of the old ones do not change.
+    Coordinate descent solves them, starting from the last solution. Old observations count less and less, because the
+    weight of each new one is larger. So the sums of the old ones need no change.
 
     Args:
-        start: the first values of the coefficients.
+        start: the coefficients at the start.
     """
 
     def __init__(self, start: list[float]) -> None:
@@ -90,17 +96,21 @@ class _Regression:
         self._gram = [sum_ + share * part for sum_, part in zip(self._gram, products, strict=True)]
 
     def _count_start(self, ratios: list[float]) -> None:
-        """Count the first values as observations, at the speed of the lower quartile of ratios.
+        """Scale the coefficients at the start to the machine's speed, and count each as one observation.
 
-        A span can be longer than its work for many reasons, but never shorter. A coefficient may have the same relative
-        error as a span. If it is small, it may be off by a small part of a microbatch. A coefficient that no microbatch
-        has shown yet is not counted, so later microbatches decide it alone.
+        The speed is the lower quartile of `ratios`, which are observed to expected seconds. A measured time can be
+        longer than its work for many reasons, but never shorter.
+
+        A coefficient at the start counts as if it had the same relative error as a measured time. A small coefficient
+        counts as if its effect could be wrong by the share _LITTLE of a microbatch's time. A coefficient that had no
+        effect in any microbatch yet is not counted, so later microbatches decide it alone.
         """
         speed = sorted(ratios)[len(ratios) // 4]
         size = len(self._values)
         self._values = [speed * value for value in self._values]
         for i, value in enumerate(self._values):
-            square = self._gram[i * size + i]  # share of a microbatch per unit of the coefficient, squared and summed
+            # Sum over the microbatches: share of the time per unit of the coefficient, squared.
+            square = self._gram[i * size + i]
             if square > 0:
                 scale = max(value, _LITTLE * math.sqrt(len(ratios) / square))
                 self._target[i] += self._weight * value / scale**2
@@ -124,11 +134,15 @@ class _Regression:
         return values
 
 
+# Weight of an observation relative to the next one.
 _FADE = 0.998
+# If the weight of an observation exceeds this, all sums are divided by it, and the weight is 1 again.
 _MOST_WEIGHT = 1e9
+# Microbatches after which the coefficients are computed again.
 _SOLVE_EVERY = 16
+# Rounds of coordinate descent, each over all coefficients.
 _SWEEPS = 12
-# Share of a microbatch's time.
+# Share of a microbatch's time by which a small coefficient may be wrong at the start.
 _LITTLE = 0.1
 
 
@@ -139,7 +153,7 @@ def _coefficients(stage: StageCost) -> list[float]:
 def _with_coefficients(stage: StageCost, values: Sequence[float]) -> StageCost:
     """Return the stage with these coefficients.
 
-    The fit cannot separate the LM head's share of a decode's cost, so that share stays as it was.
+    The fit gives a4 and head_s as one sum, because it cannot separate them. So head_s stays as it was, up to this sum.
     """
     a0, a1, a2, a3, decode = values
     head_s = min(stage.head_s, decode)

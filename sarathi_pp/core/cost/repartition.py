@@ -1,4 +1,7 @@
-"""A cost model for another layer split. Embedding and LM head stay at the ends, and layers share the other cost."""
+"""The cost model for another split of the layers over the stages.
+
+The cost of the embedding stays on the first stage, and that of the LM head on the last. Layers share the other cost.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ from sarathi_pp.core.partition import StageSeconds
 
 
 def repartition(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel:
-    """Return the same model for other stages.
+    """Return the cost model for another split of the same layers.
 
-    Embedding and LM head stay at the ends, and the layers share the other cost. With the same number of stages, each
-    stage keeps its time per layer, because stages differ mostly by their machines. With another number of stages, each
-    layer keeps its time.
+    With the same number of stages, each stage keeps its time per layer, because stages differ mostly by their machines.
+    With another number of stages, each layer keeps its time.
 
     Args:
-        layers: [first, end) of each stage, contiguous over the same layers.
+        layers: layers [first, end) of each stage, contiguous over all layers.
     """
     if tuple(layers) == tuple(stage.layers for stage in cost.stages):
         return cost
@@ -33,11 +35,14 @@ def repartition(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel
 
 
 def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
-    """Return a function that gives a stage's seconds for a load, in a split into `num_stages` as in `repartition`."""
+    """Return a function (stage, first, end) that gives the seconds of a stage with the layers [first, end) for a load.
+
+    The costs are those of `repartition` for a split into `num_stages` stages.
+    """
     inner, embed, head = _without_ends(cost, num_stages)
     sampling_s = cost.stages[-1].head_s * load.decodes
     embed_s = embed.a0 + embed.a1 * cost.tiles(load.num_tokens)
-    layer_s: list[float] = []  # one per stage
+    layer_s: list[float] = []  # per layer, one entry per stage
     for index, stage in enumerate(inner.stages):
         # Rounding must not make this negative: a stage with an added layer takes no less.
         layers_s = max(0.0, inner.seconds(index, load) - stage.head_s * load.decodes)
@@ -55,21 +60,21 @@ def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     return seconds
 
 
-# A stage's speed can be measured if this many tokens take more than this share of their microbatch's time.
+# A stage's time per token can be measured if _TOKENS tokens take more than _FAIR_SHARE of their microbatch's time.
 _TOKENS = 256
 _FAIR_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The cost of the first or the last stage beyond its layers, in the coefficients with embedding and LM head."""
+    """The cost of the first or the last stage beyond its layers: the parts of a0 and a1 for embedding or LM head."""
 
     a0: float = 0.0
     a1: float = 0.0
 
 
 def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _End]:
-    """Return the model without embedding and LM head, and the cost of these two, for a split into `num_stages`.
+    """Return the model without embedding and LM head, the cost of the embedding, and that of the LM head.
 
     The LM head's weights are read for every microbatch. So its cost is the part of the last stage's a0 that its layers
     do not explain. Their rate is that of the inner stages, or of the first stage if there are none. It is scaled to the
@@ -77,6 +82,9 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
 
     The embedding is separated from the layers only if there are inner stages. It is never separated if stages keep
     their time per layer: it is small, and a slow machine looks like a large embedding. head_s is not changed.
+
+    Args:
+        num_stages: number of stages of the new split.
     """
 
     def told(stage: StageCost) -> bool:
@@ -103,22 +111,22 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
 
 
 def _rate(stages: Sequence[StageCost], name: str) -> float:
-    """Return a coefficient's value per layer."""
+    """Return the value per layer of a coefficient, such as "a0", over these stages."""
     found: float = sum(getattr(stage, name) for stage in stages) / sum(_count(stage.layers) for stage in stages)
     return found
 
 
 def _excess(stage: StageCost, rate: float, name: str) -> float:
-    """Return the part of a coefficient beyond that rate per layer."""
+    """Return the part of a stage's coefficient that exceeds `rate` per layer."""
     found: float = max(0.0, getattr(stage, name) - rate * _count(stage.layers))
     return found
 
 
 def _sum(span: tuple[int, int], parts: Iterable[tuple[StageCost, int]]) -> StageCost:
-    """Return the cost of a span of layers, without the cost of sampled rows.
+    """Return the cost of the layers [first, end) of `span`, without the LM head.
 
     Args:
-        parts: stages, each with the number of layers in the span that are like its own.
+        parts: stages, each with the number of layers of the span that cost as much as its own layers.
     """
     cost = StageCost(span, 0.0, 0.0, 0.0, 0.0, 0.0)
     for stage, layers in parts:

@@ -1,4 +1,4 @@
-"""Sizes that follow from the cost of stages: of a microbatch, and of microbatches in flight."""
+"""Numbers that follow from the cost of stages: tokens of a microbatch, and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sarathi_pp.core.policy import PolicySpec
 _SATURATED = 0.9
 # Larger microbatches are not considered: the wait for one grows with its size, and throughput does not.
 MOST_TOKENS = 2048
-# With more jitter, a stage waits for its neighbours often enough that one more microbatch in flight pays. With few
-# stages it does not pay, since decodes are cut into relatively many more cohorts.
+# With a jitter above this, a stage waits for its neighbours often enough that one more microbatch in flight pays. With
+# this few stages it does not pay: the decodes are then divided among relatively many more microbatches.
 _JITTERY = 0.03
 _FEW_STAGES = 2
 # Content of a microbatch if no workload is known: 10 prompt tokens per decode, as in SARATHI's section 5.3.
@@ -31,7 +31,7 @@ def tokens_per_s(cost: CostModel, num_tokens: int) -> float:
 
 
 def saturation(cost: CostModel) -> int:
-    """Return the fewest tokens of a microbatch, in whole tiles, within 10 % of the best throughput."""
+    """Return the fewest tokens of a microbatch, in whole tiles, that give 90 % of the best tokens per second."""
     sizes = range(cost.tile, max(MOST_TOKENS, cost.tile) + 1, cost.tile)
     rates = [tokens_per_s(cost, size) for size in sizes]
     return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= _SATURATED * max(rates))
@@ -44,7 +44,7 @@ def whole_tiles(cost: CostModel, num_tokens: float) -> tuple[int, int]:
 
 
 def inflight(profile: Profile, policy: PolicySpec, num_stages: int) -> int:
-    """Return the most microbatches in flight."""
+    """Return the most microbatches in flight for a run of this policy on the profile's stages."""
     jittery = profile.jitter_cv > _JITTERY and num_stages > _FEW_STAGES
     return max(policy.inflight(num_stages), num_stages + jittery)
 

@@ -1,26 +1,29 @@
 """balanced: microbatches of equal time on the slowest stage, for any mix of prompts and outputs.
 
-A pipeline waits if one microbatch takes longer than the next. So:
+Stages wait for each other if one microbatch takes longer than the next. So the policy decides (P stages, P:D prompt
+tokens per output token):
 
-    size      One total of n tokens, in whole tiles, for a cycle of P microbatches. In a steady state prompts are
-              computed as fast as outputs end: b decodes go with b * P:D prompt tokens, so n = b * (1 + P:D). That is
-              SARATHI's P:D = C / (B - 1) (arXiv 2308.16369, section 5.1.3) read backwards. b is what may run at once,
-              less the sequence whose prompt is computed. P:D is that of finished requests. Of the sizes up to the
-              tile around n, the one with the most tokens per second is taken. It is at most what prompts at hand fill
-              evenly over a cycle that ends with them.
-              If all waiting requests can start, there is no such state. Then the size that computes the oldest prompt
-              earliest is taken, if it is larger. If most requests still have prompts to compute, it is the size that
-              computes all these prompts earliest.
+    size      All microbatches of a cycle have the same number of tokens, in whole tiles. A cycle has P microbatches, or
+              one more if all prompts then end with it.
+              In a steady state, prompts are computed as fast as outputs end. So b decodes go with b * P:D prompt
+              tokens, and a microbatch has n = b * (1 + P:D) tokens. That is SARATHI's P:D = C / (B - 1) (arXiv
+              2308.16369, section 5.1.3), solved for the size. b is the number of requests that can run at once, less
+              the one whose prompt is computed, divided by the microbatches in flight. P:D is that of finished requests.
+              Of the sizes up to n, the policy takes the one with the most tokens per second. If the prompts at hand
+              end within the cycle, they are divided evenly over its microbatches.
+              If all waiting requests can start, there is no steady state. Then a second size is computed, and the
+              larger of the two is used. It is the size that completes the oldest prompt earliest. If most requests
+              still have prompts to compute, it is the size that completes all these prompts earliest.
     decodes   Divided by time, not by count: each microbatch takes an equal part of the time of all decodes, which
               includes the keys that they read.
     prefill   The other tokens of n, from the oldest prompts. Several chunks of one prompt may be in flight.
-    tbt_slo   If it is given, it limits the prompt tokens. A microbatch must pass each stage in tbt_slo divided by the
-              microbatches in flight or, if there are more of them, by the stages. A sequence's next token comes after
-              all of these.
+    tbt_slo   A bound on the seconds between two tokens of a request. If it is given, it limits the prompt tokens. In
+              the time between two tokens, a stage computes as many microbatches as are in flight, or P if that is more.
+              So a microbatch may take at most tbt_slo divided by this number on each stage.
     in flight One microbatch more than stages while there are prompts, so that a stage that is done early finds the
-              next one. There is no such spare in three cases. Only outputs are left. One stage is slow enough to
-              find the next one without a spare. Seats are short and the tokens per second would fall, because each
-              further cohort of decodes costs one more microbatch.
+              next one. There is no such spare microbatch in three cases. Only outputs are left. One stage is so slow
+              that its next microbatch is there in time anyway. Requests wait for room to run, and the tokens per
+              second would fall: with a spare one, the same decodes are divided among more microbatches.
 """
 
 from __future__ import annotations
@@ -35,15 +38,16 @@ from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import fill
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, SequenceView, View
 
-# Used if nothing is known about the stages: time grows with tokens, and a little with what they read.
+# The cost model if nothing is known about the stages: time grows with tokens, and a little with the keys read.
 _UNKNOWN = CostModel(1, (StageCost((0, 1), a0=16.0, a1=1.0, a2=1e-4, a3=1e-3, a4=0.0),))
-# Without tiles, sizes are still tried in steps.
+# Sizes are tried in steps of one tile. If the tile is smaller than this number of tokens, it is the step.
 _LEAST_STEP = 16
-# Tokens of the microbatch that finds the slowest stage before there is a cycle.
+# The slowest stage depends on the size of a microbatch. Before the first cycle, this number of tokens is assumed.
 _FIRST_SIZE = 256
 # A larger size must give this many times the tokens per second, because it costs latency.
 _WORTHWHILE = 1.005
-# The spare microbatch may cost this share of the tokens per second. Shorter waits of the stages make up for it.
+# The spare microbatch may cost this share of the tokens per second by the model. Shorter waits of the stages, which the
+# model does not have, make up for it.
 _SPARE_COST = 0.03
 # One stage sets the pace if all others are faster by the share _AHEAD of its time, and together by _SLACK of a
 # microbatch. Then its next microbatch is there without a spare. Stages of more equal speed wait for each other in turn.
@@ -51,10 +55,10 @@ _AHEAD, _SLACK = 0.05, 0.5
 # By the model, prompts may be computed later by this share than with the fastest size. Decodes then ride along for a
 # longer time. And a stage that computes many tokens hides some of a microbatch's fixed cost.
 _NEAR_ENOUGH = 0.01
-# Used share of a bound on the time between tokens. The other part is for the turns in which a decode waits for its
-# equal share.
+# Microbatches are planned for this share of tbt_slo. The other part is a reserve: a ready decode may have to wait for
+# the next microbatch, because each one takes only an equal share of the decodes.
 _SLO_SHARE = 0.9
-# Running requests whose prompts are computed at the same time.
+# Number of running requests whose prompts are computed at the same time.
 _PROMPTS_AT_A_TIME = 1
 # Prompt tokens per output token, until a request has finished, or a running one has a lower ratio so far.
 _PRIOR_RATIO = 8.0
@@ -65,7 +69,7 @@ class Balanced(Policy):
     """The policy `balanced`.
 
     Attributes:
-        tbt_slo: most seconds between two tokens of a request, 0 for no bound.
+        tbt_slo: most seconds between two tokens of a request; 0 means no bound.
     """
 
     chooses_chunk_size: ClassVar[bool] = True
@@ -108,7 +112,7 @@ class Balanced(Policy):
 
 @dataclass(frozen=True, slots=True)
 class _Cycle:
-    """The decisions for the next microbatches.
+    """The decisions that hold for the microbatches of one cycle.
 
     Attributes:
         size: tokens per microbatch.
@@ -126,11 +130,11 @@ class _Cycle:
 
 
 class _Burst(NamedTuple):
-    """Many prompts at once.
+    """Many prompts that are computed at the same time.
 
     Attributes:
-        tokens: their tokens at the start of the burst.
-        last: index of the last prompt.
+        tokens: prompt tokens that were left to compute when the burst was largest.
+        last: index of the last request that belongs to it.
     """
 
     tokens: int
@@ -139,13 +143,14 @@ class _Burst(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Decoding:
-    """The sequences past their prompt, those in flight included, and the cost of a decode of each.
+    """The running sequences whose prompt is issued, and the seconds that their decodes take on one stage.
 
     Attributes:
-        total_s: one decode of all of them.
-        row_s: a decode without its context.
-        token_s: the part of row_s for one of the microbatch's tokens.
-        key_s: per token of context.
+        count: number of these sequences, those whose token is in flight included.
+        total_s: time of one decode of each of them, added up.
+        row_s: time of one decode, without reading its context.
+        token_s: the part of row_s that linear layers take.
+        key_s: time to read one token of context.
     """
 
     count: int
@@ -166,7 +171,10 @@ class _Decoding:
 
 
 def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
-    """Return this microbatch's part of the decodes' time, to the nearest decode, from those that are ready."""
+    """Return the decodes of the next microbatch, from those that are ready.
+
+    They take an equal part of the time of all decodes, rounded to whole decodes: one part per microbatch in flight.
+    """
     room_s = decoding.total_s / inflight
     decodes: list[Grant] = []
     for sequence in islice(view.decodes, view.limits.chunk_size):
@@ -179,6 +187,7 @@ def _share(view: View, decoding: _Decoding, inflight: int) -> list[Grant]:
 
 
 def _choose_cycle(view: View, slowest: _Slowest, cost: CostModel, decoding: _Decoding, before: _Cycle | None) -> _Cycle:
+    """Return the decisions for the next cycle, which follows the cycle `before`."""
     limits, stage = view.limits, slowest.stage
     step = max(cost.tile, _LEAST_STEP)
     inflight, fewest = limits.inflight, _fewest(limits)
@@ -215,8 +224,9 @@ def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
     """Return the burst of prompts that is under way, or None.
 
     A burst starts when most requests still have their prompts to compute, and lasts until those prompts are computed.
-    Its microbatches keep the size of its start. Larger ones take longer to fill the pipeline, but that time is spent by
-    then. A stage waits for the last large microbatch before a smaller one, and that wait is as long now as later.
+    Its microbatches keep the size that was best at its start. Large microbatches have a cost at the start, because the
+    pipeline takes longer to fill, but that time is already spent. They have a cost at the change to smaller ones,
+    because stages then wait for the last large one. That wait is as long now as later.
     """
     prompts = [*view.prefills, *view.waiting]
     if not prompts:
@@ -232,13 +242,13 @@ def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
 def _sustained(
     view: View, stage: StageCost, cost: CostModel, decoding: _Decoding, ratio: float, inflight: int
 ) -> tuple[int, float]:
-    """Return the size for a steady state of all requests that could run, and its tokens per second.
+    """Return the best size for a steady state of all requests that can run, and its tokens per second.
 
-    A request keeps its seat while its prompt is computed, size - b tokens per microbatch. Then it keeps the seat for
-    one turn of the microbatches in flight per output token. By Little's law, one seat is taken by the prompt that is
-    computed, and b * inflight seats by requests that decode. If there were prompt tokens for one more decode, all seats
-    would decode in the end. Prompts could then not start, and stages would wait for each other after microbatches with
-    only decodes.
+    Let b be the decodes per microbatch. A request keeps its seat (room to run) while its prompt is computed, size - b
+    tokens per microbatch. Then it keeps the seat for its output: each token takes as many microbatches as are in
+    flight. By Little's law, one seat is taken by the prompt that is computed, and b * inflight seats by requests that
+    decode. If there were prompt tokens for one more decode, all seats would decode in the end. Prompts could then not
+    start, and stages would wait for each other after microbatches with only decodes.
 
     The size has a lower limit. The present decodes must leave prompts as many tokens as ending decodes make room for,
     up to one prompt token per decode. Without the limit, no size would be too small if a microbatch has no fixed cost.
@@ -262,15 +272,15 @@ def _sustained(
 
 
 def _fewest(limits: Limits) -> int:
-    """Return the microbatches in flight without the spare one."""
+    """Return the most microbatches in flight if there is no spare one."""
     return max(limits.inflight - 1, min(limits.inflight, limits.num_stages))
 
 
 def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, most: int) -> int:
     """Return the prompt tokens, at most `most`, with which every stage computes the microbatch within `room_s`.
 
-    The least result fills the tile that the decodes have started, or the ridge, which costs nothing. Otherwise it is
-    one step. A bound that cannot be kept must not starve prompts.
+    The result is at least the tokens that cost nothing: those that fill the tile in which the decodes end, or those up
+    to the ridge. If there are none, it is at least one step. So prompts advance even if the bound cannot be kept.
     """
     step = max(cost.tile, _LEAST_STEP)
     num_decodes, keys = len(decodes), sum(grant.sequence.known for grant in decodes)
@@ -284,11 +294,13 @@ def _within(view: View, cost: CostModel, decodes: list[Grant], room_s: float, mo
 
 
 def _quickest(at_hand: int, stage: StageCost, cost: CostModel, limits: Limits) -> float:
-    """Return the size that computes prompts earliest if no more follow: fewer microbatches against a longer ramp.
+    """Return the size with which `at_hand` prompt tokens are computed earliest, if no more prompts follow.
 
-    n makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least. More exactly, it is the smallest n that is near enough.
-    The curve is flat there, and larger microbatches are less even. In tokens, with f tokens that take as long as a0,
-    this is at_hand * f / n + (P - 1) * n + terms that do not depend on n.
+    With large microbatches there are fewer of them, so their fixed times add up to less. But the pipeline takes longer
+    to fill. The best size n makes (at_hand / n + P - 1) * (a0 + a1 * n / tile) least. The curve is flat there, and
+    larger microbatches are less even. So the result is the smallest n that is within _NEAR_ENOUGH of the least time.
+
+    If f tokens take as long as a0, the time in tokens is at_hand * f / n + (P - 1) * n + terms that do not depend on n.
     """
     ramp = max(1, limits.num_stages - 1)
     fixed = stage.a0 * cost.tile / stage.a1 if stage.a1 > 0 else 0.0
@@ -298,7 +310,10 @@ def _quickest(at_hand: int, stage: StageCost, cost: CostModel, limits: Limits) -
 
 
 def _prompt_to_output(view: View) -> float:
-    """Return P:D of finished requests. Before there are any, return what the longest outputs so far allow."""
+    """Return P:D (prompt tokens per output token) of the latest finished requests.
+
+    Before a request has finished, return _PRIOR_RATIO, or the least ratio of a running request if that is lower.
+    """
     outputs = sum(num_output for _, num_output in view.finished)
     if outputs:
         return sum(num_prompt for num_prompt, _ in view.finished) / outputs
@@ -315,7 +330,7 @@ def _chunks(view: View, budget: int) -> list[Grant]:
 
 
 def _attention(chunks: list[Grant]) -> float:
-    """Return the score entries that the chunks' attention computes."""
+    """Return the number of query-key scores that attention computes for these chunks."""
     return sum(grant.num_tokens * (grant.sequence.issued + grant.num_tokens / 2) for grant in chunks)
 
 
@@ -323,14 +338,14 @@ class _Slowest(NamedTuple):
     """The stage that takes longest.
 
     Attributes:
-        ahead: share of its time by which every other stage is faster.
+        ahead: share of its time by which the next slowest stage is faster.
     """
 
     stage: StageCost
     ahead: float
 
     def sets_the_pace(self, num_stages: int) -> bool:
-        """Return whether a microbatch is back well before P of them have passed this stage."""
+        """Return whether this stage is so slow that its next microbatch is there in time without a spare one."""
         return self.ahead >= _AHEAD and (num_stages - 1) * self.ahead >= _SLACK
 
 

@@ -1,11 +1,12 @@
-"""calibration: microbatches to which a cost model can be fitted, in the order of a timetable made before the run.
+"""calibration: the policy of `sarathi-pp profile`. A cost model is fitted to the times of its microbatches.
 
-It is not a policy for serving. Time depends on the tokens of a microbatch, on the depth of its chunks and on the
-context of its decodes. So each of them is varied separately: prompt tokens alone, decodes alone, both together. Each
-size runs several times, and there are sizes between the steps that tiles may have. The order is shuffled, so that a
-machine that slows down does not look like a size that costs more. Two or three of similar size follow each other, so
-that all stages compute at once, as in a later run. (Vidur, arXiv 2405.05465, and SARATHI, arXiv 2308.16369, section
-5.3, fit stage times to measured sizes too. These sizes are ours.)
+A timetable, made before the run, lists all microbatches. It is not a policy for serving. The time of a microbatch
+depends on its tokens, on the earlier tokens of its chunks and on the context of its decodes. So each of them is varied
+separately: prompt tokens alone, decodes alone, both together. Each size runs several times. Some sizes are between
+round numbers, because stages may compute in tiles of an unknown size. The order is shuffled, so that a machine that
+slows down does not look like a size that costs more. Two or three of similar size follow each other, so that all stages
+compute at once, as in a later run. (Vidur, arXiv 2405.05465, and SARATHI, arXiv 2308.16369, section 5.3, fit stage
+times to measured sizes too. These sizes are ours.)
 
     step        chunks            decodes              as it prints
     0 ..        of short prompts  -                    m0[s0:0+1 s1:0+9 ...]     warm-up: sequences for later decodes
@@ -28,26 +29,30 @@ from typing import ClassVar
 
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
-# Least and most prompt tokens of microbatches that are measured twice. Larger ones take most of the time. Smaller ones
-# come from the ends of prompts, and are rare if microbatches are filled.
+# Least and most prompt tokens of the sizes that are measured in two groups. Larger ones take most of the time. Smaller
+# ones come from the ends of prompts, and are rare if microbatches are filled.
 _SMALL = 16
 _LARGE = 512
+# Prompt tokens of microbatches that also have decodes.
 _MIXED_PREFILLS = (16, 32, 64, 128, 256, 512)
-# Shortest prompt of the stream, longest prompt that first fills the pool, most decodes of one sequence.
+# Tokens of the shortest prompt after the warm-up, tokens of the longest prompt in the warm-up, most decodes of a
+# sequence.
 _SHORTEST = 16
 _FILLING = 64
 _MOST_DECODES = 64
+# The fractional part of the golden ratio, for `_spread`.
 _GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One microbatch.
+    """One microbatch of the timetable.
 
     Attributes:
-        chunks: (sequence, tokens) of each chunk in turn.
-        decodes: the sequences that decode.
-        alone: issue it when nothing is in flight, since it needs a result, a seat or pages from the step before.
+        chunks: (index of the request, number of tokens) of each prompt chunk.
+        decodes: indexes of the requests that decode.
+        alone: issue it only when nothing is in flight. It needs a result, a seat (room for a running sequence) or pages
+            of an earlier step.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -60,7 +65,7 @@ class Timetable:
     """All microbatches of a calibration, and the lengths that its requests must have.
 
     Attributes:
-        warm_up: first steps, to which nothing is fitted.
+        warm_up: number of first steps whose times are not used.
         prompts: prompt lengths in tokens, by request index.
         outputs: output lengths in tokens, by request index.
     """
@@ -79,9 +84,12 @@ def make_timetable(limits: Limits, seed: int = 0) -> Timetable:
 
 @dataclass(slots=True)
 class Calibration(Policy):
-    """A policy that follows the timetable of the run's limits. The requests must be the timetable's."""
+    """A policy that issues the microbatches of the timetable for the run's limits and this seed.
 
-    # Its timetable is made for one chunk size.
+    The requests must have the lengths that the timetable gives.
+    """
+
+    # A calibration sets the chunk size itself.
     uses_chunk_size: ClassVar[bool] = False
 
     seed: int = 0
@@ -102,7 +110,7 @@ class Calibration(Policy):
             there = [(ready[index], num_tokens) for index, num_tokens in wanted if index in ready]
             if there:
                 return [Grant(sequence, min(num_tokens, sequence.remaining)) for sequence, num_tokens in there]
-        # Only requests that are not the timetable's have tokens left.
+        # After the timetable, only requests that are not in it have tokens left.
         return [Grant(s, min(s.remaining, view.limits.chunk_size)) for s in list(ready.values())[:1]]
 
     def max_tokens(self, limits: Limits) -> int:
@@ -111,10 +119,12 @@ class Calibration(Policy):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A microbatch to be made from any available sequences.
+    """A microbatch that the timetable should have. The planner chooses its sequences from the available ones.
 
     Attributes:
-        contexts: the sequences that decode: those with "short" or "long" contexts, or "any".
+        decodes: number of decodes.
+        contexts: choice of the sequences that decode: "short" or "long" for the shortest or longest contexts, "any" for
+            a random choice. Empty without decodes.
     """
 
     prompt_tokens: int
@@ -130,15 +140,16 @@ class _Planner:
         self._draw = draw
         pool = limits.num_pages * limits.page_size
         room = limits.max_model_len - 2
+        # Most decodes of a sequence, and most tokens of a prompt.
         self._growth = max(0, min(_MOST_DECODES, room, max(1, room // 8), max(1, pool // 16)))
         self._longest = max(1, min(limits.max_model_len - self._growth - 1, pool // 4 - self._growth))
         self._steps: list[Step] = []
-        self._settled = 0  # steps before this one have their results
-        self._prompts: list[int] = []
-        self._decoded: list[int] = []
-        self._last: list[int] = []  # step of the last chunk or decode
+        self._settled = 0  # the results of this number of first steps are back
+        self._prompts: list[int] = []  # tokens, by request
+        self._decoded: list[int] = []  # decodes so far, by request
+        self._last: list[int] = []  # step of the last chunk or decode, by request
         self._left = 0  # tokens of the newest prompt that no step has yet
-        self._live: list[int] = []  # in a seat, oldest first
+        self._live: list[int] = []  # requests in a seat, oldest first
         self._reserved = 0  # most pages that the live sequences will hold
 
     def plan(self) -> Timetable:
@@ -154,9 +165,9 @@ class _Planner:
         return Timetable(tuple(self._steps), warm_up, tuple(self._prompts), tuple(1 + n for n in self._decoded))
 
     def _fill(self) -> None:
-        """Add short prompts for the decodes of one microbatch.
+        """Add the warm-up: steps with short prompts, whose sequences decode in later steps.
 
-        They use half of the pool and all seats but one at most.
+        They use at most half of the KV pages, and all seats but one.
         """
         limits = self._limits
         room = min(limits.chunk_size, 4 * _FILLING)
@@ -176,13 +187,16 @@ class _Planner:
             self._add(chunks, [])
 
     def _end_prompt(self) -> None:
-        """End the newest prompt after its last planned token, so that it may decode."""
+        """Shorten the newest prompt to the tokens that are in steps, so that its sequence may decode."""
         if self._left:
             self._prompts[-1] -= self._left
             self._left = 0
 
     def _take(self, targets: list[_Target]) -> None:
-        """Turn targets into steps, in order, and remove them. Skip those that cannot be made yet."""
+        """Turn targets into steps and remove them from the list. Skip those that cannot be made yet.
+
+        If none can be made, the next step waits until nothing is in flight (Step.alone), and all are tried once more.
+        """
         while True:
             made = next((target for target in targets if self._make(target)), None)
             if made is not None:
@@ -193,6 +207,7 @@ class _Planner:
                 return
 
     def _make(self, target: _Target) -> bool:
+        """Add the step of a target. Return False if too few sequences, or no room for a prompt, are available."""
         decodes = self._choose(target) if target.decodes else []
         if len(decodes) < target.decodes:
             return False
@@ -203,7 +218,7 @@ class _Planner:
         return True
 
     def _choose(self, target: _Target) -> list[int]:
-        """Return sequences for a target's decodes, none if too few are ready."""
+        """Return the requests that decode in a target's step; an empty list if too few are ready."""
         newest = len(self._prompts) - 1
         able = [
             index
@@ -220,7 +235,11 @@ class _Planner:
         return self._draw.sample(able, target.decodes)
 
     def _cut(self, num_tokens: int, keep: Collection[int]) -> list[tuple[int, int]]:
-        """Return the next tokens of the prompts in turn, fewer if there is no room for another prompt."""
+        """Return chunks of the next `num_tokens` prompt tokens, of fewer if there is no room for another prompt.
+
+        Args:
+            keep: requests that a new prompt must not replace.
+        """
         chunks = []
         while num_tokens:
             if not self._left and not self._open(_spread(_SHORTEST, self._longest, len(self._prompts)), keep):
@@ -233,9 +252,9 @@ class _Planner:
         return chunks
 
     def _open(self, length: int, keep: Collection[int] = ()) -> bool:
-        """Start another prompt. Return False if there is no room.
+        """Start another prompt of `length` tokens. Return False if there is no room.
 
-        It may replace the oldest sequences whose last token is back.
+        It may replace the oldest requests whose last token is back, except those in `keep`.
         """
         limits, need = self._limits, self._pages(length)
         leaving = [index for index in self._live if index not in keep and self._is_back(index)]
@@ -254,6 +273,7 @@ class _Planner:
         return True
 
     def _add(self, chunks: list[tuple[int, int]], decodes: list[int]) -> None:
+        """Append a step to the timetable."""
         for index in (*(index for index, _ in chunks), *decodes):
             self._last[index] = len(self._steps)
         for index in decodes:
@@ -262,11 +282,12 @@ class _Planner:
         self._steps.append(Step(tuple(chunks), tuple(decodes), alone))
 
     def _is_back(self, index: int) -> bool:
-        """Return whether the result of a sequence's last step is known when the next step is issued."""
+        """Return whether the result of a request's last step is known when the next step is issued."""
         last = self._last[index]
         return last < self._settled or last + self._limits.inflight <= len(self._steps)
 
     def _pages(self, length: int) -> int:
+        """Return the pages that a prompt of this length and all its decodes need."""
         return -(-(length + self._growth) // self._limits.page_size)
 
 
@@ -301,6 +322,10 @@ def _grid(most: int) -> list[int]:
 
 
 def _spread(least: int, most: int, index: int) -> int:
-    """Return the index-th of lengths that are evenly spread on a logarithmic scale, for any number (golden ratio)."""
+    """Return a length from `least` to `most` for an index.
+
+    The lengths of the indexes 0, 1, 2, ... are spread evenly on a logarithmic scale, however many are taken. (The
+    multiples of the golden ratio, modulo 1, have this property.)
+    """
     least = min(least, most)
     return max(least, int(least * (most / least) ** (index * _GOLDEN % 1)))

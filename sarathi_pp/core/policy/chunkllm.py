@@ -1,10 +1,12 @@
-"""ChunkLLM: prompts above a threshold in chunks that end with a paragraph, with overlap.
+"""ChunkLLM: prompts above a threshold run in chunks that end with a paragraph and may overlap.
 
-The rule is from an article on ChunkLLM for engineers, which has no paper. A chunk holds at most `chunk_token_threshold`
-tokens and ends at the last paragraph end in reach. The share `overlap_rate` of it repeats the tokens before it. The
-article repeats them to keep meaning together. But a chunk here sees the KV of everything before it, so the repetition
-changes nothing and only takes time. With fewer than 4 sequences to run, the article advises against chunks, so prompts
-then run whole. Otherwise the policy works like Orca: one prompt per microbatch, with the decodes that are ready.
+The rule is from an article on ChunkLLM for engineers. There is no paper. A chunk has at most `chunk_token_threshold`
+tokens. It ends at the last paragraph end within them, if there is one. A share of the chunk, `overlap_rate`, repeats
+the tokens before it. The article repeats them so that a chunk has its context. But a chunk here reads the keys and
+values of all tokens before it anyway, so the repetition changes no answer and only takes time.
+
+With fewer than 4 sequences to run, the article advises against chunks, so prompts then run whole. Otherwise the policy
+works like Orca: one prompt per microbatch, with the decodes that are ready.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class ChunkLLM(Policy):
 
     Attributes:
         threshold: most tokens of a chunk. 0 means a quarter of max_model_len.
-        overlap: share of a chunk that is repeated.
+        overlap: share of a chunk's tokens that are computed a second time.
     """
 
     uses_chunk_size: ClassVar[bool] = False

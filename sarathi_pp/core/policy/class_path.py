@@ -50,11 +50,12 @@ def load_class(path: str, name: str) -> type[Policy]:
     """Return the class that module:Class names.
 
     Args:
+        path: module:Class.
         name: the user's text, for errors.
 
     Raises:
-        ConfigError: it cannot be imported, is no policy, lacks a method, needs arguments, or declares needs that are
-            not legal.
+        ConfigError: the class cannot be imported, is no policy, lacks a method or needs arguments. Or one of the class
+            attributes that declare its needs has an illegal value.
     """
     if re.fullmatch(f"{_DOTTED}:{_DOTTED}", path) is None:
         raise ConfigError(f"--policy {name}: {path} names no class; give package.module:Class, as Python imports it")
@@ -78,18 +79,19 @@ def load_class(path: str, name: str) -> type[Policy]:
 
 
 def _check_attributes(kind: type[Policy], where: str) -> None:
+    """Check the class attributes that declare a policy's needs. Errors start with `where`."""
     fields: list[str] = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     for attribute in _ATTRIBUTES:
         expected = type(getattr(Policy, attribute))
         value = getattr(kind, attribute)
         if attribute in fields:
             raise ConfigError(
-                f"{where}.{attribute} is a field of a dataclass; it belongs to the class: "
+                f"{where}.{attribute} is a field of a dataclass; it must be a class variable: "
                 f"write {attribute}: ClassVar[{expected.__name__}]"
             )
         if type(value) is not expected or value < _LEAST.get(attribute, value):
-            least = f" of at least {_LEAST[attribute]}" if attribute in _LEAST else ""
-            raise ConfigError(f"{where}.{attribute} is {value!r}; it must be {expected.__name__}{least}")
+            least = f" and at least {_LEAST[attribute]}" if attribute in _LEAST else ""
+            raise ConfigError(f"{where}.{attribute} is {value!r}; it must be of type {expected.__name__}{least}")
 
 
 def _import(module: str, name: str) -> ModuleType:
@@ -128,7 +130,10 @@ def _import(module: str, name: str) -> ModuleType:
 
 @contextmanager
 def _in_current_directory() -> Iterator[None]:
-    """Search the current directory last. It stays if the module is found, since policies import late too."""
+    """Let imports also search the current directory, after all other places.
+
+    If the import in the `with` block succeeds, later imports search it too, since a policy may import modules later.
+    """
     try:
         here = os.getcwd()
     except OSError:  # the directory was removed

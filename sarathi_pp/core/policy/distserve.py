@@ -1,11 +1,15 @@
 """DistServe on one pipeline: prefill and decode are separated in time, not on machines of their own.
 
-DistServe (Zhong et al., OSDI 2024, section 4.3) batches whole prompts up to L_m tokens, the fewest that saturate a
-stage. Longer prompts run alone. TD-Pipe (arXiv 2506.10470) alternates the two phases on one pipeline. Prefill lasts
-until all seats are taken, the KV cache is 90 % full, or no request waits. (90 % is TD-Pipe's figure, without its
-predictor of output lengths.) Then decodes run in cohorts of a P-th of the running sequences, until only a share of
-them is left. Microbatches of a phase are much alike. Each change of phase is a bubble, and a request that arrives in a
-decode phase waits.
+DistServe (Zhong et al., OSDI 2024, section 4.3) runs whole prompts of up to L_m tokens together. L_m is the smallest
+number of tokens with which a stage works at full speed. Longer prompts run alone. TD-Pipe (arXiv 2506.10470) alternates
+the two phases on one pipeline, and so does this policy:
+
+    prefill   lasts until max_num_seqs requests run, the KV cache is 90 % full, or no request waits (90 % is TD-Pipe's
+              figure, without its predictor of output lengths)
+    decode    lasts until only a share of its sequences is left. Each microbatch decodes a P-th of them (P stages)
+
+Microbatches of one phase take similar times. Each change of phase is a bubble, and a request that arrives in a decode
+phase waits.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.prompts import longest_prompt
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
+# Share of the KV cache that prompts leave free.
 _KV_RESERVE = 0.1
 
 
 @dataclass(slots=True)
 class DistServe(Policy):
-    """DistServe's scheduler. L_m is the chunk size.
+    """DistServe's scheduler. The chunk size is L_m.
 
     Attributes:
-        low: prompts are admitted again if at most this percentage of a decode phase's sequences is left.
+        low: a decode phase ends if at most this percentage of its sequences is left.
     """
 
     low: int = parameter(50, least=0, most=100)
@@ -36,8 +41,8 @@ class DistServe(Policy):
         running = len(view.running)
         few = not self._prefilling and 100 * running <= self.low * self._begun_with
         if view.waiting and (few or running == 0):
-            # Counted once per phase. Requests of one token end in the phase, and with their seats it could last
-            # forever.
+            # The seats are counted once per phase. Requests of one token end within the phase. If others could take
+            # their seats, the phase could last forever.
             self._prefilling, self._seats = True, view.limits.max_num_seqs - running
         if self._prefilling:
             grants = self._prompts(view)
@@ -49,7 +54,7 @@ class DistServe(Policy):
         return [Grant(s, 1) for s in view.decodes[: max(size, 1)]]
 
     def _prompts(self, view: View) -> list[Grant]:
-        """Return whole prompts of at most L_m tokens together, or one longer prompt."""
+        """Return grants of whole prompts of at most L_m tokens together, or of one longer prompt."""
         limits = view.limits
         reserve = _KV_RESERVE * limits.num_pages * limits.page_size
         grants: list[Grant] = []

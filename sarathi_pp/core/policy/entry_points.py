@@ -1,4 +1,4 @@
-"""Names of policies that installed distributions register.
+"""Names of policies that installed distributions (Python packages) register.
 
 A distribution registers a policy in its pyproject.toml:
 
@@ -14,7 +14,7 @@ GROUP = "sarathi_pp.policies"
 
 
 def installed_policies() -> dict[str, dict[str, str]]:
-    """Return all entry points in GROUP: by name, then by distribution, module:Class."""
+    """Return the policies that distributions register: name of the policy -> distribution -> module:Class."""
     from importlib.metadata import entry_points  # slow to import, and reads a file of every distribution
 
     registered: dict[str, dict[str, str]] = {}
@@ -25,7 +25,11 @@ def installed_policies() -> dict[str, dict[str, str]]:
 
 
 def choose_installed(name: str, registered: dict[str, str]) -> str:
-    """Return the module:Class that a name stands for. Raises ConfigError if distributions registered different ones."""
+    """Return the module:Class of a policy's name. Raises ConfigError if distributions register different ones for it.
+
+    Args:
+        registered: module:Class by distribution.
+    """
     if len({*registered.values()}) > 1:
         owners = " and ".join(f"{path} of {owner}" for owner, path in sorted(registered.items()))
         raise ConfigError(

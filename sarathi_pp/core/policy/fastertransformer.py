@@ -1,16 +1,16 @@
 """FasterTransformer: request-level batching (arXiv 2403.02310, section 2.5, Algorithm 1).
 
 "They pick a batch of requests and execute it until all requests in the batch complete". A batch first runs its prompts,
-whole, then its decodes in step, and no request joins. One batch per stage is under way, of at most
-ceil(max_num_seqs / P) requests. FasterTransformer also cuts its batch for the stages, and by tokens too
-(`getLocalBatchSize` in fastertransformer/utils/nccl_utils.cc). No microbatch holds more prompt tokens
-than the longest prompt has, so the prompts of a batch may need several microbatches.
+whole. Then all its requests decode in the same microbatches, and no other request joins. With P stages, P batches are
+under way, of at most ceil(max_num_seqs / P) requests each. FasterTransformer also divides its batch into smaller ones
+for the stages, partly by tokens (`getLocalBatchSize` in fastertransformer/utils/nccl_utils.cc). No microbatch has more
+prompt tokens than the longest prompt, so the prompts of a batch may need several microbatches.
 
-No decode waits for the prompt of a request that joins its batch, since none joins. The price: a batch shrinks as
-outputs end, down to one decode. That decode costs a whole pass over the weights while requests wait.
+No decode waits for a new prompt in its batch, since no request joins. The price: a batch shrinks as outputs end, down
+to one decode. For this one token, a stage reads all its weights, while other requests wait.
 
-FasterTransformer reserves the longest output of each request. Here pages are taken when they are needed. A request that
-loses its pages starts again, in its batch if it can at once, otherwise in a later one.
+FasterTransformer reserves memory for the longest output of each request. Here a request takes pages when it needs them.
+A request that loses its pages starts again: in its batch if that is possible at once, otherwise in a later one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class FasterTransformer(Policy):
         return []
 
     def _in_turn(self, view: View, waiting: Collection[int]) -> Iterator[list[int]]:
-        """Yield the batches without the requests that are gone. A batch without requests is formed again."""
+        """Yield the batches, from that of the next slot on, without requests that have ended.
+
+        An empty batch is filled with new requests from `waiting`.
+        """
         num_batches = view.limits.num_stages
         batches = self._batches or [[] for _ in range(num_batches)]
         self._batches = batches

@@ -1,17 +1,21 @@
 """gLLM: token throttling (arXiv 2504.14775, sections 3.1 and 3.2; gllm/pp_scheduler.py).
 
-The prefill tokens of a microbatch follow the waiting prompts and the free KV cache. Its decodes follow their number:
+Each microbatch has #P prefill tokens, depending on the waiting prompts and on the free KV cache, and #D decodes:
 
     #P = max(min(#WP / #T, #MaxP * (KV_free - KV_thresh) / (1 - KV_thresh)), #MinP)
     #D = #RD / #PP_depth
 
-    #WP       tokens of prompts that are not issued yet
-    #T        microbatches over which they are spread
-    KV_free   free share of the cache; below KV_thresh no prompt continues
-    #RD       running decodes, those in flight included
+    #WP         tokens of prompts that are not issued yet
+    #T          number of microbatches over which they are spread
+    #MaxP       most prefill tokens of a microbatch
+    #MinP       least prefill tokens of a microbatch, unless prefill is suspended
+    KV_free     free share of the KV cache
+    KV_thresh   if KV_free is below this share, prefill is suspended
+    #RD         sequences that decode, those in flight included
+    #PP_depth   number of stages
 
-Prefill and decodes are balanced separately, so their sum differs between microbatches. Decodes have the same weight
-whatever their context.
+Prefill tokens and decodes are each balanced between microbatches, but their sum is not. A decode counts the same
+whatever its context, although a long context takes longer.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ class GLLM(Policy):
     """gLLM's scheduler.
 
     Attributes:
-        iterp: #T.
-        maxp: #MaxP.
-        minp: #MinP.
-        kvthresh: KV_thresh in percent.
+        iterp: #T, in microbatches.
+        maxp: #MaxP, in tokens.
+        minp: #MinP, in tokens.
+        kvthresh: KV_thresh, in percent of the KV cache.
     """
 
     uses_chunk_size: ClassVar[bool] = False
@@ -51,7 +55,7 @@ class GLLM(Policy):
         return grants + fill((*view.prefills, *view.waiting), budget)
 
     def prefill_tokens(self, view: View) -> int:
-        """Return #P, or 0 if prefill is suspended."""
+        """Return #P, the prefill tokens of the next microbatch. It is 0 if prefill is suspended."""
         free = view.free_tokens / (view.limits.num_pages * view.limits.page_size)
         threshold = self.kvthresh / 100
         if free < threshold:
@@ -61,7 +65,10 @@ class GLLM(Policy):
         return max(int(min(waiting / self.iterp, room)), self.minp)
 
     def num_decodes(self, view: View) -> int:
-        """Return #D, rounded up. Rounded down, some decodes would never fit into a round of the pipeline."""
+        """Return #D, the decodes of the next microbatch, rounded up.
+
+        If it were rounded down, the microbatches of all stages together would not have room for every decode.
+        """
         running = len(view.running) - len(view.prefills)
         return -(-running // view.limits.num_stages)
 

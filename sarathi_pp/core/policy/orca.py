@@ -2,8 +2,8 @@
 
 SARATHI compares with this form as "Orca best case" (arXiv 2308.16369, section 5.1): the full prefill of at most one
 request overlaps the ongoing decodes of the others. Prompts are never cut, so the chunk size is not used. A microbatch
-is as long as its prompt, which is the source of the bubbles PB1 and PB2. Orca reserves the longest output of each
-request. Here pages are taken when they are needed, which is the best case too.
+takes as long as its prompt, so microbatches take unequal times (the bubbles PB1 and PB2). Orca reserves memory for the
+longest output of each request. Here a request takes pages when it needs them, which is the best case too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Parameters of a policy for the command line: fields of the policy, whose type and range limit the values."""
+"""Parameters of a policy, such as `even` in --policy sarathi:even=1.
+
+They are fields of the policy's dataclass. The type and the range of a field limit the values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _NUMBERS = ("int", int, *_REALS)
 
 
 def parameter(default: float, least: float, most: float | None = None) -> Any:
-    """Return a policy's field with a range. Both ends are legal."""
+    """Return a dataclass field for a parameter with a range. `least` and `most` are legal; None: no upper limit."""
     return dataclasses.field(default=default, metadata={"least": least, "most": most})
 
 
@@ -21,7 +24,11 @@ def parameters_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def read_parameter(field: dataclasses.Field[Any], text: str) -> float:
-    """Return the field's value as an int or a float, by its type. Raises ValueError with the legal values."""
+    """Return the parameter's value from its text, as an int or a float by the field's type.
+
+    Raises:
+        ValueError: the value is not legal. The message names the legal values, as in "an integer from 0 to 1".
+    """
     real = field.type in _REALS
     least, most = field.metadata.get("least"), field.metadata.get("most")
     words = "a number" if real else "an integer"

@@ -8,12 +8,15 @@ from sarathi_pp.core.policy.view import Grant, Limits, SequenceView
 
 
 def longest_prompt(limits: Limits) -> int:
-    """Return the tokens of the longest prompt that can run. A recomputed prompt, output included, is not longer."""
+    """Return the number of tokens of the longest prompt that can run.
+
+    A preempted sequence, whose prompt and output are computed again, has no more tokens.
+    """
     return min(limits.max_model_len, limits.num_pages * limits.page_size)
 
 
 def fill(sequences: Iterable[SequenceView], budget: int) -> list[Grant]:
-    """Grant as many tokens of the sequences as the budget holds, in the given order. The last sequence is cut.
+    """Grant up to `budget` tokens of the sequences, in the given order. The last grant is cut to fit the budget.
 
     Sequences whose next token is in flight have nothing to compute and are skipped.
     """
@@ -28,7 +31,7 @@ def fill(sequences: Iterable[SequenceView], budget: int) -> list[Grant]:
 
 
 def whole_prompts(sequences: Iterable[SequenceView], budget: int) -> list[Grant]:
-    """Grant as many whole prompts as fit the budget, in the given order, up to the first that does not fit."""
+    """Grant whole prompts in the given order, until the next one would exceed `budget` tokens in total."""
     grants: list[Grant] = []
     for sequence in sequences:
         budget -= sequence.remaining

@@ -1,4 +1,4 @@
-"""The names of policies. To add one to this package, write its file in this folder and add a line here."""
+"""The names of policies. To add a policy to this package, write its file in this folder and add a line here."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ POLICIES: dict[str, str] = {
     "vllm": "sarathi_pp.core.policy.vllm:VLLM",
     "vllm-v0": "sarathi_pp.core.policy.vllm_v0:VLLMv0",
 }
-# Not for serving, so it is not among the choices. `sarathi-pp profile` runs it.
+# Not a choice of --policy, because it does not serve requests: `sarathi-pp profile` runs it to measure a machine.
 UNLISTED = {"calibration": "sarathi_pp.core.policy.calibration:Calibration"}
 
 
 def is_built_in(name: str) -> bool:
+    """Return whether the name is that of a policy in this package."""
     return name in POLICIES or name in UNLISTED
 
 
 def find_class(name: str) -> type[Policy]:
-    """Return the class of a policy: built in, module:Class, or an entry point that a distribution registers.
+    """Return the class of a policy.
+
+    Args:
+        name: name of a policy in this package, module:Class, or a name that an installed distribution registers.
 
     Raises:
-        ConfigError: the name is none of these. The message gives the choices. Also raised like `load_class`.
+        ConfigError: the name is none of these, and the message gives the choices. Or `load_class` refuses the class.
     """
     if is_built_in(name):
         return load_class((POLICIES | UNLISTED)[name], name)

@@ -1,8 +1,8 @@
 """SARATHI: chunked prefills with decodes riding along (arXiv 2308.16369, sections 4.2 to 4.4).
 
-"Decode-maximal batching: a single prefill chunk and the rest decodes". The decodes that ride along shrink the chunk. So
-chunk + decodes is the same number of tokens C in every microbatch (section 4.4, tile sizes). If a prompt ends
-inside the budget, the first chunk of the next prompt fills it up.
+"Decode-maximal batching: a single prefill chunk and the rest decodes". With more decodes the chunk is smaller. So chunk
+and decodes together have the same number of tokens in every microbatch, the chunk size C (section 4.4, tile sizes). If
+a prompt ends before that, the first chunk of the next prompt fills the microbatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Sarathi(Policy):
     """SARATHI's scheduler.
 
     Attributes:
-        even: 1 splits each prompt into chunks of equal size, none above C. 0 fills C and leaves a short last chunk.
+        even: 1 splits each prompt into chunks of equal size, none above C tokens. 0 fills each microbatch up to C, so
+            the last chunk of a prompt may be short.
     """
 
     even: int = parameter(0, least=0, most=1)

@@ -5,9 +5,9 @@ prefill (lines 9-12). Only after all the running requests have been accommodated
 13-20)", each with the largest chunk that the leftover budget holds. So decodes never wait for a prompt. The last chunk
 of a prompt is smaller, and what it leaves goes to the next request.
 
-As in the authors' system, the decodes have no cap and a request has one chunk in flight at a time. The price on a
-pipeline of P stages: a lone prompt uses a P-th of it. Decodes that come together in one microbatch stay together, so
-cohorts merge and the microbatches between them run empty. If decodes alone exceed the budget, prompts get no tokens.
+As in the authors' system, the number of decodes in a microbatch is not limited, and a request has one chunk in flight
+at a time. The price on a pipeline: a lone prompt keeps only one stage busy. Decodes that meet in one microbatch stay
+together from then on, so other microbatches have no decodes. If decodes alone exceed the budget, prompts get no tokens.
 The authors' code then grants prompts a negative number of tokens.
 """
 

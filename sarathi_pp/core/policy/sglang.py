@@ -1,13 +1,15 @@
-"""SGLang's pipeline parallelism: P slots with a batch each, prefill or decode, prefill first.
+"""SGLang's pipeline parallelism: P slots, each with requests of its own. A microbatch is prefill or decode.
 
-The event loop visits the slots in turn (managers/scheduler_pp_mixin.py). A slot's microbatch is either prompts, up to
-the chunk size C, or one token for each of its own decodes. So neighbours may differ in time by an order of magnitude.
-One prompt at a time is in chunks. They go to slot after slot, and the slot of the last chunk keeps the sequence.
+The event loop visits the slots in turn, one per stage (managers/scheduler_pp_mixin.py). A slot's microbatch is either
+prompts, up to the chunk size C, or one token for each of its own decodes. Prompts come first. So consecutive
+microbatches may differ in time by an order of magnitude. One prompt at a time runs in chunks. They go to slot after
+slot, and the slot of the last chunk keeps the sequence.
 
 With `dynamic` the chunks of a long prompt shrink as its context L grows (scheduler_components/dynamic_chunk_sizer.py).
-The next chunk x solves f(L + x) - f(L) = f(C) - f(0) with f(l) = a*l^2 + b*l. The chunk size goes 0.75 of the way from
-C to x, which leaves at least C/4. It is rounded down to whole pages and to a multiple of 64. It ignores decodes and a
-second prompt in the chunk.
+Let f(l) = a*l^2 + b*l be the time of a prompt of l tokens. A chunk of x tokens takes as long as the first one if
+f(L + x) - f(L) = f(C) - f(0). The chunk size goes 0.75 of the way from C to x, so at least C/4 is left. It is rounded
+down to a multiple of 64, or of the page size if that is larger. It does not count decodes, nor a second prompt in the
+same microbatch.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.policy.parameter import parameter
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 
+# Share of the way from C to x, and tokens of which the result is a multiple.
 _SMOOTHING = 0.75
 _ALIGNMENT = 64
 
@@ -29,17 +32,17 @@ class SGLang(Policy):
     """SGLang's scheduler.
 
     Attributes:
-        dynamic: 1 shrinks chunks as above if the stages' cost is known. 0 keeps C.
+        dynamic: 1 shrinks the chunks of a long prompt, if a cost model of the stages is known. 0 keeps C tokens.
     """
 
     wants_cost: ClassVar[bool] = True
 
     dynamic: int = parameter(0, least=0, most=1)
-    _slots: dict[int, int] = field(default_factory=dict, init=False)  # of each running sequence
-    _prefill_turns: dict[int, int] = field(default_factory=dict, init=False)  # of each slot since its last decodes
+    _slots: dict[int, int] = field(default_factory=dict, init=False)  # slot, by running sequence
+    _prefill_turns: dict[int, int] = field(default_factory=dict, init=False)  # prefills since the last decodes, by slot
 
     def pick(self, view: View) -> list[Grant]:
-        """Return the next slot's microbatch. A slot without one is skipped."""
+        """Return the microbatch of the next slot. Slots that have nothing to compute are skipped."""
         num_slots = view.limits.num_stages
         self._slots = {index: slot for index, slot in self._slots.items() if index in view.running}
         for slot in range(view.slot, view.slot + num_slots):
@@ -51,7 +54,8 @@ class SGLang(Policy):
     def _visit(self, slot: int, view: View) -> list[Grant]:
         decodes = [Grant(s, 1) for s in view.decodes if self._slots[s.index] == slot]
         turns = self._prefill_turns.get(slot, 0)
-        # SGLang itself has no such limit. Prompts that end with their first token could keep decodes waiting forever.
+        # SGLang itself has no such limit. Without it, requests that end with their first token could come one after the
+        # other, and decodes would wait forever.
         if not decodes or turns < view.limits.max_num_seqs:
             prefills = self._prefills(slot, view)
             if prefills:
@@ -86,7 +90,11 @@ class SGLang(Policy):
 
 
 def dynamic_chunk_size(cost: CostModel, context: int, limits: Limits) -> int:
-    """Return the tokens that take as long after `context` tokens as C takes at the start, on the slowest stage."""
+    """Return the size of the next chunk with `dynamic`: see the module docstring. The slowest stage gives a and b.
+
+    Args:
+        context: tokens of the prompt before the chunk.
+    """
     whole = limits.chunk_size
     quadratic, linear = max(
         ((stage.a2 / 2, stage.a1 / cost.tile) for stage in cost.stages),

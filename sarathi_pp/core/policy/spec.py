@@ -24,11 +24,11 @@ from sarathi_pp.errors import ConfigError, PolicyError, StoppedError
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A policy with legal parameters. `str` gives the text back.
+    """The name of a policy with checked parameters. `str` returns the text from which it was parsed.
 
     Args:
-        kind: the policy's class, whose class attributes declare its needs.
-        parameters: each as given, key=value.
+        kind: the policy's class. Its class attributes declare what the policy needs.
+        parameters: the parameters as in the text, each "key=value".
 
     Raises:
         ConfigError: a key is given twice, or a key or value is not legal. The message gives the choices.
@@ -45,7 +45,11 @@ class PolicySpec:
         return f"{self.name}:{','.join(self.parameters)}" if self.parameters else self.name
 
     def make(self) -> Policy:
-        """Return a new policy. It may keep state, so each coordinator has its own. Raises PolicyError."""
+        """Return a new policy object. A policy may keep state, so each coordinator needs its own.
+
+        Raises:
+            PolicyError: the constructor of the policy failed.
+        """
         try:
             return self.kind(**self._values())
         except StoppedError:
@@ -54,12 +58,12 @@ class PolicySpec:
             raise PolicyError(f"--policy {self}: making it failed with {type(error).__name__}: {error}") from error
 
     def max_tokens(self, limits: Limits) -> int:
-        """Return the most tokens of one microbatch under these limits. Raises PolicyError."""
+        """Return the most tokens of one microbatch under these limits. Raises PolicyError if the policy fails."""
         return max_tokens_of(self.make(), limits)
 
     @property
     def source(self) -> str:
-        """Identity that all ranks must share: the policy's name, and for a user's own policy the digest of its file."""
+        """Text that must be equal on all ranks: the policy's name, or for a user's class its name and file digest."""
         if is_built_in(self.name):
             return self.name
         with suppress(OSError, TypeError):
@@ -77,7 +81,7 @@ class PolicySpec:
         return "tbt_slo" in parameters_of(self.kind)
 
     def with_tbt_slo(self, seconds: float) -> PolicySpec:
-        """Return the policy with a bound on the time between tokens. Raises ConfigError if it keeps none."""
+        """Return the policy with a bound on the time between tokens. Raises ConfigError if it cannot keep one."""
         if not self.keeps_tbt_slo:
             raise ConfigError(
                 f"--tbt-slo {seconds:g}: {self.name} keeps no bound on the time between tokens; balanced does"
@@ -105,7 +109,7 @@ class PolicySpec:
 def parse_policy(text: str) -> PolicySpec:
     """Return the policy that the text names. Raises ConfigError like PolicySpec and `find_class`.
 
-    A configuration holds the text. The first call for a text checks it, and later calls return the same value.
+    The first call for a text checks it. Later calls return the same value, so a configuration can hold just the text.
     """
     name, _, parameters = text.partition(":")
     if not is_built_in(name):
@@ -116,10 +120,10 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def with_tbt_slo(text: str, seconds: float) -> str:
-    """Return the text of the policy with a bound on the time between tokens. Raises ConfigError if it keeps none.
+    """Return the text of the policy with a bound on the time between tokens. Raises ConfigError if it cannot keep one.
 
-    A policy that is not found stays unchanged, because options are read early. A rank cannot yet report to the others
-    why it will not take part. The check of its configuration refuses the policy later.
+    If the policy is not found, return the text unchanged. This function runs while options are read. A rank that ended
+    now could not tell the other ranks why. The check of the configuration refuses the policy later.
     """
     try:
         policy = parse_policy(text)

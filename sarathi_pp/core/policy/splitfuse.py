@@ -5,12 +5,13 @@ token budget. Even short prompts may be decomposed to ensure the budget is preci
 requests come first, then prompts in the order of arrival (DeepSpeed-MII, mii/batching/ragged_batching.py,
 `schedule_requests`). So a microbatch holds exactly the budget whenever that many tokens can be computed.
 
-The number of tokens is the only signal, as the paper argues from a single GPU. The price on a pipeline: a microbatch
-may be all decodes or all prompt, and an equal number of tokens does not take an equal time.
+The policy looks at the number of tokens alone. The paper argues that it decides the time of a pass on a single GPU. The
+price on a pipeline: a microbatch may be all decodes or all prompt, and an equal number of tokens then does not
+take an equal time.
 
-If chunks of one prompt may follow each other in flight, these are the microbatches of `vllm`. A prompt takes the whole
-budget until its last chunk, so no younger request can decode before. The two policies differ if decodes exceed the
-budget: this one leaves out the decodes that became ready last, `vllm` the youngest requests.
+If several chunks of one prompt may be in flight, as here, these are mostly the microbatches of the policy `vllm`. A
+prompt takes the whole budget until its last chunk, so no younger request can decode before. The two policies differ if
+decodes exceed the budget: this one leaves out the decodes that became ready last, `vllm` the youngest requests.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """TensorRT-LLM: in-flight batching with chunked context (cpp/tensorrt_llm/batch_manager/microBatchScheduler.cpp).
 
-The capacity scheduler admits what the pages allow. Here that is the coordinator, which pauses and recomputes like
-MAX_UTILIZATION. No policy knows the length of an output, so none can promise GUARANTEED_NO_EVICT. Each microbatch
-takes at most max_num_seqs / P requests, in the order of arrival. It takes them from the requests that run or may start
-and have nothing in flight. Their decodes come first in the token budget. Prompts share what is left of it in chunks of
-whole pages, except a prompt's last chunk:
+TensorRT-LLM's capacity scheduler decides which requests fit the KV cache. Here the coordinator does that: if pages are
+short, it takes those of a request and computes it again later, like the mode MAX_UTILIZATION. The other mode,
+GUARANTEED_NO_EVICT, needs the length of each output in advance, which no policy knows.
+
+Each microbatch takes at most max_num_seqs / P requests (P stages), in the order of arrival. It takes them from the
+requests that run or may start and have nothing in flight. Their decodes come first in the token budget. Prompts share
+what is left of it in chunks of whole KV pages, except a prompt's last chunk:
 
     FIRST_COME_FIRST_SERVED   each prompt in turn takes all that it can, so only one is cut
     EQUAL_PROGRESS            each prompt in turn takes one page, again and again
 
-Whole pages keep chunks aligned to what the attention kernels read. The price: up to a page of each microbatch's budget
-stays unused. A prompt has one chunk in flight at a time, so a lone prompt uses a P-th of the pipeline.
+Attention kernels read the KV cache in pages, so chunks of whole pages suit them. The price: up to a page of each
+microbatch's budget stays unused. A prompt has one chunk in flight at a time, so a lone prompt keeps only one of the P
+stages busy.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class TensorRTLLM(Policy):
         return [*decodes, *(Grant(s, size) for s, size in zip(prompts, sizes, strict=True) if size)]
 
     def max_tokens(self, limits: Limits) -> int:
-        """Return the chunk size, but at least one page. With a smaller budget no prompt could ever start."""
+        """Return the chunk size, but at least the tokens of one page. With a smaller budget no prompt could start."""
         return max(limits.chunk_size, limits.page_size)
 
 

@@ -1,17 +1,19 @@
-"""text-generation-inference 3: decodes, interrupted for prompts when enough wait (backends/v3/src/backend.rs).
+"""tgi: Hugging Face's text-generation-inference 3. It decodes, and interrupts that for prompts when enough wait.
 
-`batching_task` decodes everything that runs, one step after the other. Between two steps it asks the queue for new
-requests (backends/v3/src/queue.rs, `next_batch`). It runs their prompts whole, in a pass of their own, if one of two
-conditions holds:
+In its source (backends/v3/src/backend.rs), `batching_task` runs one step after the other. Each step is a decode of all
+running requests. Between two steps it asks the queue for new requests (backends/v3/src/queue.rs, `next_batch`). It runs
+their prompts whole, in a step without decodes, if one of two conditions holds:
 
-    ratio     as many prompts fit the prefill budget as waiting_served_ratio times the running requests
-    overdue   since the last prompts, max_waiting_tokens tokens came for each running request; then any number runs
+    ratio     the prompts that fit the prefill budget are at least waiting_served_ratio times the running requests
+    overdue   each running request has got max_waiting_tokens tokens since the last prompts; then any number of prompts
+              is enough
 
-The budget holds the longest prompt, as TGI demands of max_batch_prefill_tokens.
+The prefill budget has room for the longest prompt, as TGI demands of max_batch_prefill_tokens.
 
-The ratio trades the stall of the running requests against the wait of the others. The price on a pipeline: passes of
-prompts are next to passes of decodes (the bubble PB2 of arXiv 2308.16369). Below the ratio, stages idle that could run
-a prompt. This is the rule for models that TGI runs without chunking.
+A higher ratio interrupts running requests less often, but others wait longer for their start. The price on a pipeline:
+microbatches of prompts are next to microbatches of decodes, which take less time (the bubble PB2 of arXiv 2308.16369).
+If prompts wait but are too few for the ratio, stages are idle that could run them. This is the rule for models that TGI
+runs without chunks.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ class TGI(Policy):
     """The scheduler of text-generation-inference.
 
     Attributes:
-        ratio: waiting_served_ratio in percent.
-        max_waiting_tokens: tokens per running request between prompts.
+        ratio: TGI's waiting_served_ratio, in percent.
+        max_waiting_tokens: tokens that each running request gets before prompts run in any case.
     """
 
     uses_chunk_size: ClassVar[bool] = False
 
     ratio: int = parameter(30, least=0)
     max_waiting_tokens: int = parameter(20, least=0)
-    _decoded: int = field(default=0, init=False)  # tokens since the last prompts, over all requests
+    _decoded: int = field(default=0, init=False)  # tokens of all requests since the last prompts
 
     def pick(self, view: View) -> list[Grant]:
         budget = self.max_tokens(view.limits)

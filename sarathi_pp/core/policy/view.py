@@ -1,4 +1,4 @@
-"""The view that a policy gets, and the grants that it returns.
+"""The interface of policies: the view of the run that a policy gets, and the grants (orders) that it returns.
 
 A policy only chooses: it allocates nothing and sees no page ids.
 """
@@ -15,7 +15,10 @@ from sarathi_pp.errors import PolicyError, StoppedError
 
 
 class SequenceView(Protocol):
-    """The readable side of a sequence: what a real run knows of it, and never its output length in advance."""
+    """The part of a sequence that policies may read. The properties are those of core.sequence.Sequence.
+
+    Nothing shows in advance how long the output will be, since a real run does not know that.
+    """
 
     @property
     def index(self) -> int: ...
@@ -40,10 +43,13 @@ class Limits:
     """The fixed numbers of a run that scheduling depends on.
 
     Attributes:
-        chunk_size: token budget C of a microbatch.
-        max_num_seqs: running sequences over the whole pipeline.
+        num_stages: number of stages P.
+        chunk_size: most tokens in a microbatch (its budget C), for policies that use it.
+        max_num_seqs: most sequences that run at once, over the whole pipeline.
         max_model_len: most tokens of prompt and output together.
-        inflight: most microbatches at once.
+        page_size: tokens per page of the KV cache.
+        num_pages: pages of the KV cache. Every stage has room for all of them.
+        inflight: most microbatches in flight at once.
     """
 
     num_stages: int
@@ -56,25 +62,27 @@ class Limits:
 
     @property
     def max_decodes(self) -> int:
-        """SARATHI's B: decodes per microbatch if the running sequences are divided among P microbatches."""
+        """Decodes per microbatch, if `max_num_seqs` sequences are divided among P microbatches. SARATHI calls it B."""
         return -(-self.max_num_seqs // self.num_stages)
 
 
 class View(NamedTuple):
-    """One moment of the run.
+    """The state of the run when a policy chooses the next microbatch.
 
     Attributes:
         prefills: started sequences with known tokens that are not issued yet, oldest first.
         waiting: sequences that may start now, oldest first. A grant admits the sequence.
         decodes: sequences that are ready for their next token, longest ready first.
         running: all started sequences by index, those whose next token is in flight included.
-        slot: index of the next microbatch modulo P.
-        free_tokens: KV positions in free pages.
+        num_inflight: number of microbatches in flight.
+        slot: index of the next microbatch modulo the number of stages.
+        free_tokens: number of tokens for which the free KV pages have room.
         waiting_tokens: known tokens of all waiting sequences, those that cannot start yet included.
         num_past_prompt: number of running sequences whose whole prompt is issued.
         tokens_past_prompt: known tokens of these sequences.
-        finished: prompt and output tokens of the latest requests that finished, oldest first.
-        cost: None if nothing is known about the stages, or if the policy does not ask for it (`Policy.wants_cost`).
+        finished: (prompt tokens, output tokens) of the latest requests that finished, oldest first.
+        cost: cost model of the stages. None if nothing is known about them, or if the policy does not ask for it
+            (`Policy.wants_cost`).
     """
 
     prefills: Sequence[SequenceView]
@@ -93,7 +101,10 @@ class View(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The order to compute the next num_tokens known tokens of a sequence, and the `overlap` before them once more."""
+    """The order to compute the next `num_tokens` known tokens of a sequence.
+
+    The `overlap` tokens before them are computed once more.
+    """
 
     sequence: SequenceView
     num_tokens: int
@@ -104,36 +115,42 @@ class Policy(ABC):
     """A rule that chooses the next microbatch.
 
     The class attributes declare what a policy needs from the runtime. A policy sets only those that differ from these.
-    Its parameters are its int and float fields, if it is a dataclass.
+    If it is a dataclass, its int and float fields are parameters that the command line can set.
     """
 
     __slots__ = ()
 
     # The policy uses the chunk size. If False, a --chunk-size causes a warning.
     uses_chunk_size: ClassVar[bool] = True
-    # The chunk size is a ceiling: the policy chooses its sizes below it.
+    # The chunk size is only an upper limit: the policy chooses the size of each microbatch.
     chooses_chunk_size: ClassVar[bool] = False
-    # Tokens, unless the user or a profile sets another number.
+    # Chunk size in tokens, unless the user or a profile sets another one.
     default_chunk_size: ClassVar[int] = 256
-    # Microbatches in flight beyond one per stage, unless the user or a profile sets a number. None if there is one
-    # stage.
+    # Microbatches in flight beyond one per stage, unless the user or a profile sets their number. With one stage, there
+    # are no spare microbatches.
     spare_microbatches: ClassVar[int] = 0
-    # View.cost is set. Each microbatch then takes time to learn its cost.
+    # The policy needs View.cost. The coordinator then spends time on each microbatch to learn its cost.
     wants_cost: ClassVar[bool] = False
-    # SequenceView.paragraph_ends is set. Each prompt then takes time to find its paragraphs.
+    # The policy needs SequenceView.paragraph_ends. The tokenizer then spends time on each prompt to find them.
     wants_paragraphs: ClassVar[bool] = False
 
     @abstractmethod
     def pick(self, view: View) -> list[Grant]:
-        """Return the next microbatch, or an empty one to wait for a result. A result must then be in flight."""
+        """Return the grants of the next microbatch.
+
+        An empty list means to wait for the next result. It is legal only if a microbatch is in flight.
+        """
 
     @abstractmethod
     def max_tokens(self, limits: Limits) -> int:
-        """Return the most tokens that one microbatch can hold under these limits. They size the wire's buffers."""
+        """Return the most tokens that one microbatch can hold under these limits.
+
+        The buffers for messages between stages get this size.
+        """
 
 
 def class_name(kind: type[Policy]) -> str:
-    """Return module:Class."""
+    """Return the name of a policy's class in the form module:Class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

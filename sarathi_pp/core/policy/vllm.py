@@ -3,10 +3,11 @@
 "There's no decoding phase nor prefill phase in the scheduler": each request catches up with its known tokens. The
 running ones come first, in the order of arrival, decodes and prompts alike. Each gets all its known tokens, or what is
 left of the budget. Then come the waiting ones. A request whose token is in flight has nothing to compute and is
-skipped. Further chunks of a prompt may follow those in flight.
+skipped. Several chunks of one prompt may be in flight.
 
-The oldest request always continues, and a lone prompt fills the pipeline. The price: decodes stay in the cohorts in
-which their prompts ended, and nothing balances these. One more decode replaces one prompt token, whatever it costs.
+The oldest request always continues, and a lone prompt keeps all stages busy. The price: requests whose prompts ended in
+the same microbatch decode together from then on (a cohort), and nothing makes the cohorts equal. A decode counts as
+much in the budget as a prompt token, although it may take longer.
 """
 
 from __future__ import annotations

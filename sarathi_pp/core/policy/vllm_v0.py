@@ -1,17 +1,18 @@
 """vLLM before chunked prefill: prompts first (vllm/core/scheduler.py, `_schedule_default`; arXiv 2309.06180).
 
 "It batches as many prefill requests as possible. And it schedules decodes": a microbatch holds whole prompts, up to the
-token budget, or every decode that is ready, never both. The budget holds the longest prompt, as vLLM demands of
+token budget, or every decode that is ready, never both. The budget has room for the longest prompt, as vLLM demands of
 max_num_batched_tokens if prompts are not cut.
 
 New requests start at once and decode together in large microbatches. The price: each prompt that arrives pauses the
 decodes (the "generation stalls" of arXiv 2403.02310, section 3.2). A prompt's microbatch next to one of decodes makes
-the bubble PB2 (arXiv 2308.16369, section 3.2).
+the bubble PB2 (arXiv 2308.16369, section 3.2), since the two take unequal time.
 
-vLLM itself divides requests among one scheduler per stage. Here they share one queue, as in the comparison of arXiv
-2403.02310. So requests that started in the same microbatch stay together. Requests that end with their first token
-leave their seats to new requests at once, so prompts could pause decodes forever. Therefore decodes have a turn after
-max_num_seqs such prompts.
+vLLM itself has one scheduler per stage, each with a part of the requests. Here all requests share one queue, as in the
+comparison of arXiv 2403.02310. So requests that started in the same microbatch stay together.
+
+If requests end with their first token, new ones start at once, and their prompts could pause the decodes forever.
+Therefore decodes have a turn after max_num_seqs prompts in a row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 class VLLMv0(Policy):
     uses_chunk_size: ClassVar[bool] = False
 
-    _started: int = field(default=0, init=False)  # requests since the last decodes
+    _started: int = field(default=0, init=False)  # requests that started since the last decodes
 
     def pick(self, view: View) -> list[Grant]:
         budget = self.max_tokens(view.limits)

@@ -14,10 +14,10 @@ from sarathi_pp.errors import PeerLostError, SarathiError, error_class
 
 @dataclass(slots=True)
 class Step:
-    """One step of the set-up."""
+    """One step of the set-up, in which each rank sends its answer to all ranks."""
 
     own: dict[str, Any] = field(default_factory=dict)  # this rank's answer, to be set inside the step
-    answers: list[dict[str, Any]] = field(default_factory=list)  # of all ranks, by rank, complete after the step
+    answers: list[dict[str, Any]] = field(default_factory=list)  # answers of all ranks, by rank; empty inside the step
 
 
 class Agreement:
@@ -41,7 +41,7 @@ class Agreement:
         Args:
             phase: the rank's activity, as a phrase that continues "while it was ...".
             detail: the rank's progress, formatted each time it is shown. See Activity.phase.
-            must_match: raise ConfigError if two answers differ.
+            must_match: raise ConfigError if the answers of two ranks differ.
         """
         step = Step()
         try:
@@ -50,14 +50,14 @@ class Agreement:
         except SarathiError as error:
             answers = self._report(error, {"error": str(error), "class": type(error).__name__})
         except Exception as error:
-            # This rank shows its own traceback. The other ranks only need the reason why it leaves.
+            # This rank shows the traceback itself. The other ranks only need to know why this rank is gone.
             text = f"{type(error).__name__} while it was {phase}: {error}"
             self._report(error, {"error": text, "class": PeerLostError.__name__})
             raise
         else:
             answers = self._plane.exchange({"answer": step.own})
         failed = [(rank, answer) for rank, answer in enumerate(answers) if "error" in answer]
-        # PeerLostError says only that another rank is gone, not why. So it comes last.
+        # PeerLostError only states that another rank is gone, and not why. So errors of other classes come first.
         failed.sort(key=lambda failure: failure[1]["class"] == PeerLostError.__name__)
         for rank, answer in failed:
             raise self._error_of(rank, answer) from None
@@ -75,13 +75,17 @@ class Agreement:
             raise
 
     def _report(self, error: Exception, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Report an error to the other ranks. Raise it if a rank does not answer: that rank may hang because of it."""
+        """Report this rank's error to the other ranks, and return the answers of all ranks.
+
+        If a rank does not answer in time, raise the error at once: that rank may hang because of the same problem.
+        """
         try:
             return self._plane.exchange(facts, with_timeout=True)
         except PeerLostError:
             raise error from None
 
     def _error_of(self, rank: int, answer: dict[str, Any]) -> SarathiError:
+        """Return the error that a rank has reported in its answer, with the name of that rank in the message."""
         where = f"{self._plane.mesh.title(rank)}: " if self._plane.env.world_size > 1 else ""
         error = error_class(answer["class"])(where + answer["error"])
         error.agreed = True

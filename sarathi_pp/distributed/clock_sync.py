@@ -22,7 +22,11 @@ _TRIALS = 20
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """A clock offset: the leader's time is local time + offset_s, plus or minus uncertainty_s."""
+    """An offset in seconds between this rank's clock and a reference: reference = this clock + offset_s.
+
+    The reference is the clock of the replica's leader. For a leader itself, it is the clock of rank 0. The true offset
+    differs from offset_s by at most uncertainty_s.
+    """
 
     offset_s: float = 0.0
     uncertainty_s: float = 0.0
@@ -30,10 +34,10 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class ClockSync:
-    """The result of a sync on one rank."""
+    """The result of `sync_clocks` on one rank."""
 
     offset: ClockOffset
-    lost: Mapping[int, PeerLostError] = field(default_factory=dict)  # by replica; those that did not answer
+    lost: Mapping[int, PeerLostError] = field(default_factory=dict)  # errors of replicas that did not answer, by index
 
 
 def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *, may_lose: bool = False) -> ClockSync:
@@ -42,7 +46,8 @@ def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *,
     It takes a few milliseconds per rank.
 
     Args:
-        may_lose: on rank 0, return replicas that do not answer as lost instead of raising.
+        replicas: indexes of the replicas whose ranks take part.
+        may_lose: if a replica does not answer, rank 0 returns it in `lost` instead of raising.
 
     Raises:
         PeerLostError: a rank does not answer.
@@ -52,7 +57,8 @@ def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *,
     if not coordinate.leads:
         return ClockSync(_follow(plane, clock, mesh.leader(coordinate.replica)))
     offset = ClockOffset() if rank == 0 else _follow(plane, clock, 0)
-    # Own members first. Otherwise they would wait while this rank waits for a leader that does not answer.
+    # The ranks of this leader's own replica come first. Otherwise they would wait while rank 0 waits for another leader
+    # that does not answer.
     followers = {coordinate.replica: mesh.members(coordinate.replica)[1:]} if coordinate.replica in replicas else {}
     if rank == 0:
         followers |= {replica: (mesh.leader(replica),) for replica in replicas if replica != 0}
@@ -69,12 +75,14 @@ def sync_clocks(plane: ControlPlane, clock: Clock, replicas: Collection[int], *,
 
 
 def _lead(plane: ControlPlane, clock: Clock, rank: int) -> None:
+    """Measure the offset of another rank's clock to this one, and send the result to that rank."""
     trials = (_ping(plane, clock, rank) for _ in range(_TRIALS))
     best = min(trials, key=lambda trial: trial.uncertainty_s)
     plane.send_numbers([best.offset_s, best.uncertainty_s], rank)
 
 
 def _follow(plane: ControlPlane, clock: Clock, leader: int) -> ClockOffset:
+    """Answer the leader's pings with this clock's time, and return the offset that the leader has measured."""
     for _ in range(_TRIALS):
         plane.receive_numbers(1, leader)
         plane.send_numbers([clock.now()], leader)
@@ -82,6 +90,7 @@ def _follow(plane: ControlPlane, clock: Clock, leader: int) -> ClockOffset:
 
 
 def _ping(plane: ControlPlane, clock: Clock, rank: int) -> ClockOffset:
+    """Send one ping to a rank, and return the offset of its clock to this one."""
     sent_s = clock.now()
     plane.send_numbers([0.0], rank)
     (there_s,) = plane.receive_numbers(1, rank)

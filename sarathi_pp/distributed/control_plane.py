@@ -2,8 +2,9 @@
 
     join -> exchange facts, in phases -> open edges -> start ... the run ... -> send numbers and files -> leave
 
-One gloo group of all ranks carries the facts, numbers and files. During the run only edges carry messages, see
-edges.py. Their groups are made here, because all ranks must make all groups in the same order.
+One gloo group of all ranks carries the facts, numbers and files. During the run only edges carry messages. An edge is a
+directed connection between two ranks, see edges.py. The gloo groups of the edges are made here, because all ranks must
+make all groups in the same order.
 """
 
 from __future__ import annotations
@@ -34,17 +35,26 @@ from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.mesh import Mesh
 
-# Seconds that a store may take to list the ranks that have come. The store of a lost host would never answer.
+# Most seconds for the store to list the ranks that have come to an exchange. The store of a lost host never answers.
 _STORE_ANSWER_S = 2.0
+# Most bytes of a file that are sent at once.
 _PIECE_BYTES = 4 << 20
+# Seconds between two checks whether all ranks have come to an exchange.
 _POLL_S = 0.001
-# Ranks that come within this time are not checked.
+# Seconds from the start of an exchange to the first check of the missing ranks' heartbeats.
 _FIRST_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The connection to the other ranks: a store that only this start uses, and a group of all ranks."""
+    """The connection of this rank to all others.
+
+    Attributes:
+        store: the part of the key-value store that only this start of the run uses.
+        interface: the network interface on which this rank talks.
+        group: the gloo group of all ranks.
+        presence: the heartbeats of all ranks.
+    """
 
     store: Store
     interface: Interface
@@ -57,14 +67,14 @@ class ControlPlane:
 
     Args:
         mesh: the replica, stage and shard of each rank.
-        patience_s: seconds that this rank waits for a silent one.
+        patience_s: seconds that this rank waits for a rank that is silent.
         connection: None if there is only one rank.
         activity: this rank's current activity. Other ranks read it while they wait.
 
     Attributes:
         mesh: after joining, ranks of one host are neighbours in it.
         hosts: host name of each rank.
-        resources: closed by `leave`, the last one first.
+        resources: the groups and sockets that `leave` closes, the latest first.
     """
 
     def __init__(
@@ -103,7 +113,7 @@ class ControlPlane:
     ) -> ControlPlane:
         """Join the other ranks, and return when all have joined.
 
-        Afterwards, a rank waits for a silent one up to the longer of the two timeouts.
+        Afterwards, a rank waits for a silent rank up to the longer of the two timeouts.
 
         Args:
             mesh: the shape of the run. None: one pipeline of all ranks.
@@ -127,7 +137,7 @@ class ControlPlane:
         return plane
 
     def _introduce(self) -> None:
-        """Exchange hosts and pids."""
+        """Exchange host names and process ids, for messages, and make ranks of one host neighbours in the mesh."""
         peers = self.exchange({"host": socket.gethostname(), "host_id": host_id(), "pid": os.getpid()})
         self.hosts = [peer["host"] for peer in peers]
         self.mesh = self.mesh.over([peer["host_id"] for peer in peers])
@@ -164,7 +174,12 @@ class ControlPlane:
     def new_group(self, ranks: Sequence[int], timeout_s: float, backend: str) -> Group | None:
         """Connect these ranks and return their group, or None on other ranks.
 
-        All ranks must make all groups in the same order.
+        All ranks must make all groups in the same order, because ranks find each other by the number of the group.
+
+        Args:
+            ranks: the ranks of the new group, in the group's order.
+            timeout_s: most seconds for which an operation of the group waits for another rank.
+            backend: "gloo" or "nccl".
         """
         self._num_groups += 1
         if self.env.rank not in ranks:
@@ -181,10 +196,13 @@ class ControlPlane:
         return surrounded(backend, self._connected.interface.name, self.env.nccl_interface)
 
     def exchange(self, facts: Mapping[str, Any], *, with_timeout: bool = False) -> list[dict[str, Any]]:
-        """Return every rank's facts, rank 0's first. The call is also a barrier. Facts are plain JSON, never pickled.
+        """Send this rank's facts to all ranks, and return the facts of every rank, rank 0's first.
+
+        The call returns when all ranks have made it. Facts are plain JSON, never pickled, because unpickling can run
+        code.
 
         Args:
-            with_timeout: wait at most patience_s. Without it, a rank in set-up waits for as long as the others make
+            with_timeout: wait at most patience_s. Without it, a rank in set-up waits as long as the others make
                 progress.
         """
         own = json.dumps(facts).encode()
@@ -226,11 +244,12 @@ class ControlPlane:
         self._send(torch.tensor(numbers, dtype=torch.float64), rank)
 
     def receive_numbers(self, count: int, rank: int) -> list[float]:
+        """Wait for numbers that a rank sends with `send_numbers`, and return them."""
         numbers = self._receive(torch.empty(count, dtype=torch.float64), rank)
         return [float(number) for number in numbers]
 
     def send_file(self, path: str | os.PathLike[str], rank: int) -> None:
-        """Send a file in bounded pieces, each preceded by its length. Length 0 ends the file."""
+        """Send a file to one rank in parts of at most _PIECE_BYTES, each after its size. Size 0 ends the file."""
         with open(path, "rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 self.send_numbers([float(len(piece))], rank)
@@ -238,11 +257,12 @@ class ControlPlane:
         self.send_numbers([0.0], rank)
 
     def receive_file(self, path: str | os.PathLike[str], rank: int) -> None:
+        """Receive a file that a rank sends with `send_file`, and write it to the path."""
         with open(path, "wb") as file:
             while size := int(self.receive_numbers(1, rank)[0]):
                 if not 0 < size <= _PIECE_BYTES:
                     raise ProtocolError(
-                        f"rank {rank} announced a piece of {size} bytes; at most {_PIECE_BYTES} are legal"
+                        f"rank {rank} sends a file and announced a part of {size} bytes; the limit is {_PIECE_BYTES}"
                     )
                 file.write(self._receive(torch.empty(size, dtype=torch.uint8), rank).numpy().tobytes())
 
@@ -257,10 +277,10 @@ class ControlPlane:
 
     @contextmanager
     def others_may_leave(self, rank: int | None = None) -> Iterator[None]:
-        """Turn the error that a group raises when a rank dies or is silent into PeerLostError.
+        """Raise PeerLostError instead of the error of torch, if another rank dies or is silent inside the block.
 
         Args:
-            rank: the other end. None: all ranks take part.
+            rank: the other rank of a transfer. None if all ranks take part.
         """
         try:
             yield
@@ -268,7 +288,10 @@ class ControlPlane:
             # The library's text is about sockets, not about ranks.
             if "timed out" not in str(error).lower():
                 # That rank, or its launcher, has already reported why it left.
-                raise PeerLostError("another rank left while the run was being set up or closed") from error
+                raise PeerLostError(
+                    "another rank left while the run was being set up or closed; the message of that rank, or of its "
+                    "launcher, gives the cause"
+                ) from error
             if rank is None:
                 who = " and ".join(self._names[rank] for rank in self._missing()) or "another rank"
             else:
@@ -282,7 +305,7 @@ class ControlPlane:
     def _missing(self) -> list[int]:
         """Return the ranks that have not come to this exchange; an empty list if the store does not answer in time.
 
-        The silent rank may be the one that holds the store.
+        It does not answer if the silent rank is the one whose process holds the store.
         """
         store = self._connected.store
 
@@ -306,6 +329,12 @@ class ControlPlane:
 def _connect(
     env: RankEnvironment, mesh: Mesh, join_timeout_s: float, patience_s: float, clock: Clock, activity: Activity
 ) -> Connection:
+    """Wait until all ranks have come, and connect them.
+
+    Raises:
+        ConfigError: ranks are missing after join_timeout_s, or do not fit together.
+        PeerLostError: a rank left meanwhile.
+    """
     end_s = clock.now() + join_timeout_s
     try:
         address = f"{env.master[0]}:{env.master[1]}" if env.store is None and env.master is not None else ""

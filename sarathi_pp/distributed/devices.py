@@ -19,14 +19,17 @@ from sarathi_pp.errors import ConfigError
 class DeviceInfo:
     """The facts about a rank's device that other ranks need."""
 
-    host: str
+    host: str  # id of the rank's host, see `host_id`
     gpu: str | None  # uuid of the GPU; None on CPU
     nccl: bool  # True if the rank's torch has NCCL
-    arithmetic: str = ""  # two CPUs with equal values compute equal products, bit for bit
+    arithmetic: str = ""  # a hash: two CPUs with equal hashes compute equal products, bit for bit
 
 
 def choose_device(wish: str, env: RankEnvironment) -> torch.device:
     """Return the device of this rank. If a host has more ranks than GPUs, ranks share GPUs.
+
+    Args:
+        wish: the user's choice: "auto", "cpu" or "cuda". "auto" takes a GPU if torch finds one.
 
     Raises:
         ConfigError: the user wants "cuda", and torch finds no CUDA device.
@@ -41,9 +44,10 @@ def choose_device(wish: str, env: RankEnvironment) -> torch.device:
 
 
 def describe_device(device: torch.device, host: str, *, nccl: bool) -> DeviceInfo:
-    """Describe the device of a rank.
+    """Return the facts about this rank's device that other ranks need.
 
     Args:
+        host: id of this host, see `host_id`.
         nccl: True if this rank's torch has NCCL.
     """
     if device.type != "cuda":

@@ -1,7 +1,8 @@
-"""One rank's edges to other ranks: their connections, and this rank's ends of them.
+"""The edges of one rank: its directed connections to other ranks, such as from its stage to the next stage.
 
-wire/order.py defines the edges and their order. Each edge has its own gloo group. Ranks that share memory send their
-messages through it. GPUs send activations through a communicator of the device.
+wire/order.py defines the edges of a run and their order. Each edge has its own gloo group of two ranks. Two ranks that
+can share memory send their messages through it, and gloo then carries only heartbeats and a goodbye. GPUs send
+activations through an NCCL communicator.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.shared_memory import SharedReceiver, SharedSender, SlotConnection, SlotListener, connect
 from sarathi_pp.wire.torch_channel import Edge, TorchReceiver, TorchSender
 
-# Fragments in flight between rank 0 and the leader of another replica.
+# Buffers of an edge of requests and answers between rank 0 and the leader of another replica. Each holds a fragment.
 _FRAGMENT_BUFFERS = 8
-# Buffers of a heartbeat edge: one for a heartbeat and one for a goodbye.
+# Receive buffers of an edge that carries only heartbeats: one for a heartbeat and one for a goodbye.
 _HEARTBEAT_BUFFERS = 2
+# Seconds between two checks whether an NCCL connection is open.
 _POLL_S = 0.001
 
-# The sending rank, then the receiving one.
+# An edge, as its sending rank and its receiving rank.
 Ranks = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """The edge ends that a stage uses.
+    """This rank's ends of the edges that its stage uses.
 
     Attributes:
-        way_in: receives microbatches. On a leader, it receives their results.
-        shards: on a leader, senders to the other ranks of its stage, which get only headers.
+        way_in: receives microbatches from the stage before. On a leader, it receives results from the last stage.
+        way_out: sends microbatches to the next stage. On the last stage, it sends results to the leader.
+        shards: on a leader, senders to the other ranks of its stage, which get only the headers of microbatches.
     """
 
     way_in: Receiver[Tensor]
@@ -55,10 +58,15 @@ class Wires:
 
 
 class Edges:
-    """This rank's connected edges. `connect` makes them, and `ControlPlane.leave` closes them.
+    """The connections of this rank's edges. `connect` makes them, and `ControlPlane.leave` closes them.
+
+    Args:
+        groups: the gloo group of each edge of this rank.
+        sockets: the Unix socket of each edge of this rank that uses shared memory.
+        nccl: the NCCL channel of each edge of this rank that carries activations between GPUs.
 
     Attributes:
-        shared: all edges of the run that use shared memory.
+        shared: all edges of the run that use shared memory, also those of other ranks.
     """
 
     def __init__(
@@ -88,7 +96,7 @@ class Edges:
             share: use shared memory between ranks that can share it.
 
         Raises:
-            PeerLostError: another rank does not connect its end.
+            PeerLostError: another rank does not connect its end of an edge.
         """
         groups = {}
         for edge in edges(plane.mesh):
@@ -100,13 +108,13 @@ class Edges:
         return cls(plane, options, groups, sockets, opened, shared)
 
     def open_wires(self, run: ResolvedRun, activations: Payloads, head_size: int) -> Wires:
-        """Open the edge ends that this rank's stage uses.
+        """Open this rank's ends of the edges that its stage uses.
 
-        A leader that is also the last stage is its own neighbour.
+        In a pipeline of one stage, the leader sends its results to itself, through a queue.
 
         Args:
-            activations: payloads of the largest microbatch.
-            head_size: size of the rows that the LM head takes.
+            activations: size and type of the largest microbatch's activations.
+            head_size: number of values in a row (the vector of a token) that the LM head takes.
         """
         mesh, rank = self._plane.mesh, self._plane.env.rank
         coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.inflight)
@@ -141,16 +149,17 @@ class Edges:
         return Wires(way_in, way_out, tuple(sender(other) for other in others))
 
     def open_byte_stream(self, rank: int) -> Remote:
-        """Open the edges of requests and answers between rank 0 and the leader of another replica.
+        """Open both edges between rank 0 and the leader of another replica, for requests and for answers.
 
         Args:
-            rank: rank of the other end.
+            rank: the rank at the other end: on rank 0 that leader, on the leader rank 0.
         """
         outgoing = self._sender(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
         incoming = self._receiver(rank, byte_stream.FRAME_BYTES, byte_stream.PAYLOADS, _FRAGMENT_BUFFERS)
         return Remote(self._plane.name(rank), ByteStreamSender(outgoing), ByteStreamReceiver(incoming))
 
     def _sender(self, target: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Sender[Tensor]:
+        """Return this rank's end of the edge to rank `target`, through shared memory if the edge has a socket."""
         edge, options = (self._plane.env.rank, target), self._options
         if edge not in self._sockets:
             return TorchSender(self._gloo_edge(edge, target, frame_bytes, payloads), num_buffers, options)
@@ -166,6 +175,7 @@ class Edges:
         )
 
     def _receiver(self, source: int, frame_bytes: int, payloads: Payloads, num_buffers: int) -> Receiver[Tensor]:
+        """Return this rank's end of the edge from rank `source`, through shared memory if the edge has a socket."""
         edge, options = (source, self._plane.env.rank), self._options
         if edge not in self._sockets:
             return TorchReceiver(self._gloo_edge(edge, source, frame_bytes, payloads), num_buffers, options)
@@ -178,18 +188,23 @@ class Edges:
         )
 
     def _gloo_edge(self, edge: Ranks, peer: int, frame_bytes: int, payloads: Payloads) -> Edge:
+        """Return an edge over gloo. `peer` is the rank at its other end."""
         group, name, channel = self._groups[edge], self._plane.name(peer), self._nccl_channels.get(edge)
         return Edge(group, edge.index(peer), name, frame_bytes, payloads, channel)
 
     def _heartbeat_edge(self, edge: Ranks, peer: int) -> Edge:
+        """Return the gloo edge that carries the heartbeats of an edge in shared memory. See `_gloo_edge`."""
         return self._gloo_edge(edge, peer, codec.SMALL_FRAME_BYTES, Payloads.none())
 
 
 def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
-    """Connect the ranks that hold one stage. Every rank calls it.
+    """Connect the ranks that hold one stage together (tensor parallelism). Every rank of the run calls it.
+
+    Args:
+        backend: "gloo" or "nccl".
 
     Returns:
-        This rank's group; None if it holds its stage alone.
+        The group of this rank's stage; None if the rank holds its stage alone.
     """
     mesh, own = plane.mesh, plane.mesh.coordinate(plane.env.rank)
     shards: ShardGroup | None = None
@@ -204,16 +219,18 @@ def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -
 
 
 def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], list[Ranks]]:
-    """Connect ranks that reach each other's sockets.
+    """Connect a Unix socket for each edge between stages, if its two ranks can reach each other by such a socket.
+
+    Two ranks with a socket pass each other shared memory through it.
 
     Returns:
-        The sockets of this rank's edges, and all edges of the run that have one.
+        The sockets of this rank's edges, and all edges of the run that have a socket.
     """
     own, wanted = plane.env.rank, stage_edges(plane.mesh)
     sockets: dict[Ranks, socket.socket] = {}
     listeners: dict[int, SlotListener] = {}
     for source, target in wanted:
-        with suppress(OSError):  # a host without such sockets
+        with suppress(OSError):  # this host has no such sockets, so its edges use gloo
             if target == own:
                 listeners[source] = SlotListener()
     answers = plane.exchange({"listeners": {source: listener.name for source, listener in listeners.items()}})
@@ -229,7 +246,10 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
     for source, listener in listeners.items():
         if (source, own) in shared:
             if (end := listener.accept(plane.patience_s)) is None:
-                raise PeerLostError(f"{plane.name(source)} has not connected within {plane.patience_s:g} s")
+                raise PeerLostError(
+                    f"{plane.name(source)} has not connected its socket for shared memory to this rank within "
+                    f"{plane.patience_s:g} s (--join-timeout)"
+                )
             plane.resources.callback(end.close)
             sockets[source, own] = end
         listener.close()
@@ -237,6 +257,7 @@ def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], l
 
 
 def _open_nccl_channels(plane: ControlPlane, options: EdgeOptions, nccl: NcclOptions) -> dict[Ranks, NcclChannel]:
+    """Open an NCCL channel for each edge of this rank that carries activations. Return them by edge."""
     opened = {}
     for edge in forward_edges(plane.mesh):
         group = plane.new_group(edge, options.peer_timeout_s, nccl.backend)
@@ -246,9 +267,10 @@ def _open_nccl_channels(plane: ControlPlane, options: EdgeOptions, nccl: NcclOpt
 
 
 def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: NcclOptions, clock: Clock) -> NcclChannel:
-    """Open the channel of one edge.
+    """Open the NCCL channel of one edge, and wait until it is connected.
 
-    Every rank opens its edges one by one in the same order, so that no two ranks wait for each other.
+    Every rank opens its channels one by one in the order of the run's edges. In different orders, two ranks could wait
+    for each other.
     """
     sending = edge[0] == plane.env.rank
     peer = edge[1] if sending else edge[0]

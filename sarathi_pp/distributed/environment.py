@@ -14,9 +14,11 @@ from sarathi_pp.errors import ConfigError
 from sarathi_pp.process.host import usable_cpus
 from sarathi_pp.wire.mesh import Mesh
 
+# Path of the file in which ranks find each other. Our own launcher sets it.
 STORE_VARIABLE = "SARATHI_PP_STORE"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE_VARIABLE = "NCCL_SOCKET_IFNAME"
+# Process id of our own launcher, which sets it.
 LAUNCHER_VARIABLE = "SARATHI_PP_LAUNCHER"
 # torchrun's variable. Our own launcher counts restarts in it too.
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -27,15 +29,18 @@ class RankEnvironment:
     """This process's rank, and how it reaches the other ranks.
 
     Attributes:
-        store: path of the FileStore, if our own launcher started this process.
+        local_rank: index of this process among the ranks of its host, from 0.
+        local_world_size: number of ranks on this host.
+        store: path of the file in which ranks find each other (a FileStore); None if our own launcher did not start
+            this process.
         restart: number of earlier starts of the run.
         launch_id: the same for all starts of one launcher or agent, and different for any other.
         master: host and port at which the other ranks reach rank 0.
         agent_store: True if torchrun's agent, and not rank 0, listens at `master`.
-        interface: the network interface on which the user wants ranks to talk.
+        interface: the network interface on which the user wants ranks to talk; None if the user named none.
         nccl_interface: the interfaces for NCCL, if the user named them separately.
-        launcher: pid of our own launcher, or of torchrun's agent if the agent started this process. It is read at the
-            start, because a process gets another parent after its own has ended.
+        launcher: pid of our own launcher, or of torchrun's agent if the agent started this process. It is read when
+            this process starts, because a process gets another parent after its own has ended.
         attempt_dir: torchrun's folder for the error files of this start, one per host.
     """
 
@@ -55,6 +60,7 @@ class RankEnvironment:
 
     @property
     def under_torchrun(self) -> bool:
+        """Return whether this is one of several ranks that our own launcher did not start."""
         return self.world_size > 1 and self.store is None
 
     def num_threads(self, environment: Mapping[str, str] = os.environ) -> int:
@@ -121,18 +127,19 @@ def find_environment(environment: Mapping[str, str] = os.environ) -> RankEnviron
 
 
 def speaks_for_host(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process reports an error that occurs before the ranks have joined.
+    """Return whether this process shows the user an error that occurs before the ranks have joined.
 
-    torchrun gives all ranks of a host the same options and files, so they get the same error. Only the first rank
-    reports it.
+    torchrun gives all ranks of a host the same options and files, so they get the same error. Only the first rank of
+    the host shows it.
     """
     return "RANK" not in environment or STORE_VARIABLE in environment or environment.get("LOCAL_RANK", "0") == "0"
 
 
 def expected_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the environment of this process. If it has none yet, return that of a rank in a run of two ranks.
+    """Return the environment of this process. If nothing has started it as a rank, return that of a run of two ranks.
 
-    The other rank is on another host if MASTER_ADDR and MASTER_PORT are set, otherwise on this one.
+    This process is then rank 0. Rank 1 is on another host if MASTER_ADDR and MASTER_PORT are set, otherwise on this
+    one.
     """
     environment = _set(environment)
     master = _master(environment)
@@ -146,10 +153,17 @@ def expected_environment(environment: Mapping[str, str] = os.environ) -> RankEnv
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that are not empty."""
     return {name: value for name, value in environment.items() if value}
 
 
 def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the host and port at which ranks reach rank 0; None if they are not set, or our launcher's file is used.
+
+    Raises:
+        ConfigError: the port is out of range.
+        ValueError: the port is not a number.
+    """
     if STORE_VARIABLE in environment or "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         return None
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -159,9 +173,9 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _launcher(environment: Mapping[str, str]) -> int | None:
-    """Return the pid of the launcher or agent; None without one.
+    """Return the process id of our launcher or torchrun's agent; None if neither started this process.
 
-    This process must end when that one ends, even if that one was killed and could send no signal.
+    This process must end when the launcher or agent ends, even if that was killed and could send no signal.
     """
     if LAUNCHER_VARIABLE in environment:
         return int(environment[LAUNCHER_VARIABLE])
@@ -179,14 +193,16 @@ def _is_agent(environment: Mapping[str, str], parent: int) -> bool:
 
 
 def _attempt_dir(environment: Mapping[str, str]) -> str | None:
+    """Return torchrun's folder for the error files of this start; None without torchrun."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_0/<rank>/error.json
     return str(Path(error_file).parent.parent) if error_file else None
 
 
 def _launch_id(environment: Mapping[str, str]) -> str:
-    """Return an id made from our launcher's directory, or from torchrun's agent, this process's parent.
+    """Return the id of the launcher or agent that started this process, the same for all starts by it.
 
-    It is empty without either.
+    It is the directory of our launcher, or it names torchrun's agent, which is this process's parent. It is empty
+    without either.
     """
     store = environment.get(STORE_VARIABLE)
     if store is not None:
@@ -197,11 +213,12 @@ def _launch_id(environment: Mapping[str, str]) -> str:
     if not _is_agent(environment, os.getppid()):
         return ""  # the parent is a program of the agent, which may start us any number of times
     try:
-        # The agent's start time, because pids are used again: field 22, after a name in brackets.
+        # The agent's start time, because pids are used again. It is field 22 of the file. Field 2 is a name in
+        # brackets, which may contain spaces.
         started = (parent / "stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         started = ""
-    # The folder of one agent run, above the attempt and the rank. A program may run several agents in turn.
+    # The folder of one agent, above the folders of the attempt and the rank. A program may run several agents in turn.
     folder = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent.parent
     name = quote(environment["TORCHELASTIC_RUN_ID"], safe="")
     return f"{name} {os.uname().nodename} {parent.name} {started} {folder}"
@@ -220,22 +237,28 @@ def rendezvous_of(launch_id: str) -> str:
 
 
 def mesh_of(config: RunConfig) -> Mesh:
-    """Return the mesh of a run before the hosts of its ranks are known."""
+    """Return the replicas, stages and shards of a run's ranks, before the hosts of the ranks are known."""
     return Mesh(config.replicas, config.stages, config.tensor_parallel_size)
 
 
 def heeded_mark(store: str | Path) -> Path:
-    """Return the path of the file that exists once rank 0, started by our launcher, handles signals."""
+    """Return the path of a file next to our launcher's store, which exists once rank 0 handles signals."""
     return Path(f"{store}.heeded")
 
 
 def begun_mark(store: str | Path) -> Path:
-    """Return the path of the file that exists once all ranks are set up. From then on, a replica may be lost."""
+    """Return the path of a file next to our launcher's store, which exists once all ranks are set up.
+
+    From then on, the loss of one of several replicas does not end the run.
+    """
     return Path(f"{store}.begun")
 
 
 def stopped_mark(store: str | Path) -> Path:
-    """Return the path of the file that exists once a signal, and not a lost stage, has ended our launcher's ranks."""
+    """Return the path of a file next to our launcher's store, which exists once a signal stops the run.
+
+    It does not exist if the ranks end because a stage was lost.
+    """
     return Path(f"{store}.stopped")
 
 

@@ -1,4 +1,7 @@
-"""One message per cause: ranks that only notice the loss of another rank are silent if that rank reports the cause."""
+"""Show one message per failure.
+
+A rank that only notices the loss of another rank shows none, if that other rank reports the cause.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ def is_echo(error: SarathiError, env: RankEnvironment) -> bool:
 
 
 def _mark(env: RankEnvironment) -> Path | None:
-    """Return the path of a file that this start's ranks on this host share; None without a shared folder.
+    """Return the path of the file that exists once a rank of this host reports the cause; None without a shared folder.
 
-    It is next to our launcher's store, or in torchrun's folder.
+    It is next to our launcher's store, or in torchrun's folder for this start.
     """
     if env.store is not None:
         return Path(f"{env.store}.cause")

@@ -21,8 +21,9 @@ Fingerprint = dict[str, Any]
 
 
 def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
-    """Return this rank's software, model and options."""
-    # Paths may differ, but not the values that a profile set. Only rank 0 samples. Join timeouts may differ per rank.
+    """Return this rank's versions of software, its model and its options, which must be equal on every rank."""
+    # Options that may differ are replaced by constants. They are paths and the join timeout. The values that a profile
+    # has set are compared, and not its path. Only rank 0 uses the sampling options.
     options = replace(config, model="", run_dir=None, profile=None, sampling_overrides={}, join_timeout_s=1.0)
     return {
         **software(),
@@ -44,7 +45,11 @@ def software() -> dict[str, str]:
 
 
 def require_equal(fingerprints: Sequence[Fingerprint]) -> None:
-    """Raise ConfigError with the first difference and both values."""
+    """Check that all ranks have the same fingerprint as rank 0.
+
+    Raises:
+        ConfigError: a value differs. The message has its name and both values.
+    """
     first = fingerprints[0]
     for rank, fingerprint in enumerate(fingerprints):
         for key, value in fingerprint.items():

@@ -1,9 +1,9 @@
 """Worker processes on this machine, started and watched.
 
-A worker is a process of our own command with RANK in its environment. Workers find each other in a FileStore in a 0700
-directory, and talk over gloo on loopback. So nothing listens outside this machine. torchrun's own rendezvous listens on
-every interface, and unpickles everything that it receives. This module does not import torch, because the workers would
-have to wait for it.
+A worker is a process of our own command with RANK in its environment. Workers find each other in a file (a FileStore)
+in a directory that only this user can open, and talk over gloo on loopback. So nothing listens outside this machine.
+torchrun's own rendezvous listens on every interface, and unpickles everything that it receives. This module does not
+import torch, because the workers would start only after that import, which takes seconds.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from sarathi_pp.process.signals import DRAIN_S, ignore_signals
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.mesh import Mesh
 
+# Seconds between two checks for ranks that have ended, and for signals.
 _POLL_S = 0.1
+# Most seconds for the other ranks to notice the failure of one rank, and to end on their own.
 _ECHO_S = 3.0
-# Time for the other ranks to end, for example to release a GPU, after rank 0 has finished and has their traces.
+# Most seconds for the other ranks to end, for example to release a GPU, after rank 0 has finished and has their traces.
 _LEAVE_S = 30.0
+# Most seconds for a rank to end after SIGTERM, and after SIGKILL.
 _STOP_S = 2.0
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-# Time to finish the running requests after a signal, and to write down how the run ended.
+# Most seconds to finish the running requests after a signal, and to write down how the run ended.
 _DRAIN_S = DRAIN_S + 5.0
 
 Process = subprocess.Popen[bytes]
@@ -51,7 +54,9 @@ class Workers:
     """The ranks of one run from `first_rank` on, as child processes of this one.
 
     Args:
+        store: path of the file in which the ranks find each other.
         mesh: the replica, stage and shard of each rank.
+        first_rank: 0, or 1 if this process is rank 0 itself.
         restart: number of earlier starts of the run, each with its own store.
         descriptors: open file descriptors of this process that rank 0 inherits.
 
@@ -73,25 +78,26 @@ class Workers:
         self._processes: dict[int, Process] = {}
 
     def rank_environment(self, rank: int) -> RankEnvironment:
+        """Return the environment that a rank finds when it starts."""
         return RankEnvironment(rank, self._world_size, rank, self._world_size, store=str(self.store))
 
     def start(self, arguments: Sequence[str]) -> None:
         """Start `sarathi-pp ARGUMENTS` as every rank.
 
         Raises:
-            ConfigError: the ranks could not talk to each other.
+            ConfigError: the loopback interface is down, so the ranks could not talk to each other.
         """
         if self._world_size > 1:
             require_loopback()
         command = (sys.executable, "-P", "-m", "sarathi_pp", *arguments)
         for rank in range(self._first_rank, self._world_size):
             environment = {**os.environ, **self._variables(rank)}
-            # Each rank has its own session: the terminal's Ctrl-C goes only to this process, which stops the ranks.
+            # Each rank has its own session. So Ctrl-C in the terminal goes only to this process, which stops the ranks.
             given = () if rank else self._descriptors
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=given)
 
     def ended(self) -> dict[int, str]:
-        """Return a text for each rank that has ended, about its end."""
+        """Return how each rank has ended that no longer runs, such as "ended with exit code 2", by rank."""
         codes = {rank: process.poll() for rank, process in list(self._processes.items())}
         return {
             rank: f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -102,18 +108,19 @@ class Workers:
     def wait(self, console: Console, noted: Sequence[int]) -> int | None:
         """Wait until all ranks have ended, or until one has failed and the others were stopped.
 
-        After a failure, the others get a moment to notice it and to end on their own. A lost peer (75) is an echo
-        there, and any other code is the cause. If there are several replicas, some may be lost, and the run lasts as
-        long as rank 0. After rank 0 has finished, the others get more time. If they stay, that does not change the
-        exit code of the run.
+        After a failure, the other ranks get _ECHO_S to notice it and to end on their own. They end with 75 then,
+        because they lost a rank. Any other code names the cause. If there are several replicas, some may be lost, and
+        the run lasts as long as rank 0. After rank 0 has finished, the other ranks get _LEAVE_S. If they still run
+        then, that does not change the exit code of the run.
 
         Args:
             console: reports a worker that was killed, because it could not report this itself.
-            noted: signals that have come. Rank 0 gets the first one, and then drains the run.
+            noted: signals that have come. The first one is passed on to rank 0, which then finishes the running
+                requests.
 
         Returns:
-            The exit code of the run. None if ranks still run, because rank 0 cannot drain yet, another signal came,
-            or draining took too long.
+            The exit code of the run. None if ranks still run after a signal, because rank 0 does not handle signals
+            yet, a second signal came, or finishing the requests took too long.
         """
         clock = SystemClock()
         told_s: float | None = None
@@ -138,7 +145,7 @@ class Workers:
         if finished:
             for rank in (rank for rank, code in codes.items() if code is None):
                 console.error(f"{self._mesh.title(rank)} had not ended {left_s:g} s after rank 0, and was killed")
-        self.told_to_stop = stopped_mark(self.store).exists()  # by others: the next signal is ours
+        self.told_to_stop = stopped_mark(self.store).exists()  # read before stop(), which sends a signal itself
         self.stop()
         return codes[self._first_rank] if finished else self._cause(codes)
 
@@ -146,12 +153,13 @@ class Workers:
         """Return the run's exit code, derived from those of its ranks."""
         first = codes[self._first_rank]
         if self._may_lose_replicas() and first is not None and first >= 0 and first != PeerLostError.exit_code:
-            return first  # rank 0 has answered for all replicas, or knows the cause
+            return first  # rank 0 has written the answers of all replicas, or has reported the cause
         failed = [code for code in codes.values() if code]
         causes = [code for code in failed if code > 0 and code != PeerLostError.exit_code]
         return causes[0] if causes else PeerLostError.exit_code if failed else 0
 
     def _is_over(self, codes: Mapping[int, int | None]) -> bool:
+        """Return whether the run has finished or failed, although some ranks may still run."""
         if None not in codes.values():
             return True
         if self._may_lose_replicas():
@@ -159,23 +167,27 @@ class Workers:
         return any(codes.values()) or self._has_finished(codes)
 
     def _has_finished(self, codes: Mapping[int, int | None]) -> bool:
-        """Return whether the run has finished and all ranks only have to leave.
+        """Return whether rank 0 has finished the run, so that the other ranks only have to end.
 
-        It is False if there are several replicas, because a lost one may never leave.
+        It is False if there are several replicas, because the ranks of a lost replica may never end.
         """
         return codes[self._first_rank] in (EXIT_OK, EXIT_ROWS_FAILED) and not self._may_lose_replicas()
 
     def finished_with(self) -> int | None:
-        """Return rank 0's exit code if rank 0 has finished the run, even if signals came meanwhile; otherwise None."""
+        """Return rank 0's exit code if it has finished the run, even if signals came meanwhile; otherwise None."""
         first = self._processes.get(self._first_rank)
         code = first.poll() if first is not None else None
         return code if code in (EXIT_OK, EXIT_ROWS_FAILED) else None
 
     def _may_lose_replicas(self) -> bool:
+        """Return whether the run goes on if a replica is lost: there are several, and all ranks are set up."""
         return self._mesh.replicas > 1 and begun_mark(self.store).exists()
 
     def _codes(self, console: Console) -> dict[int, int | None]:
-        """Return the exit code per rank: the negative signal number if it was killed, None if it still runs."""
+        """Return the exit code of each rank: the negative signal number if it was killed, None if it still runs.
+
+        Report each killed rank on the console, once.
+        """
         codes = {rank: process.poll() for rank, process in self._processes.items()}
         for rank, code in codes.items():
             if code is not None and code < 0 and rank not in self._killed:
@@ -186,8 +198,9 @@ class Workers:
     def stop(self) -> None:
         """End all ranks. Only a rank that hangs inside the kernel may be left, because SIGKILL does not end it.
 
-        Rank 0 gets SIGTERM first, because it may have lines to write. The others hold nothing. They handle no other
-        signal, so that only rank 0 handles a signal to all of a job's processes.
+        Rank 0 gets SIGTERM first, because it may have output lines to write. The other ranks have nothing to write and
+        get only SIGKILL. They ignore all other signals, so that a batch system's signal to all processes of a job is
+        handled only by rank 0.
         """
         for ranks, how in (({0}, signal.SIGTERM), (self._processes.keys(), signal.SIGKILL)):
             running = [self._processes[rank] for rank in ranks & self._processes.keys()]
@@ -198,6 +211,7 @@ class Workers:
             _wait(running, _STOP_S)
 
     def _variables(self, rank: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the environment variables that a rank gets in addition to those of this process."""
         threads = max(1, usable_cpus() // self._world_size)
         return {
             "RANK": str(rank),
@@ -212,9 +226,9 @@ class Workers:
 
 
 def descriptors_of(*paths: str) -> tuple[int, ...]:
-    """Return this process's file descriptors among the paths.
+    """Return the file descriptors of this process that some of the paths name, such as 63 for /dev/fd/63.
 
-    A shell writes such paths for `<(...)`, and no other process can open them.
+    A shell writes such a path for `<(...)`. Another process can open it only if it inherits the descriptor.
     """
     found = (re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", path) for path in paths)
     return tuple(int(match[1]) for match in found if match)
@@ -261,8 +275,8 @@ def launch(
 def _noting(signals: Iterable[signal.Signals]) -> Iterator[list[int]]:
     """Collect the signals that come, in order, without interrupting the start or the end of a worker.
 
-    Afterwards signals are ignored until this process has ended, because they come too late to change its exit code.
-    Python sets handlers only in the main thread. In another thread, signals keep their earlier effect.
+    After the block, signals are ignored until this process has ended, because they come too late to change its exit
+    code. Python sets handlers only in the main thread. If another thread calls this, signals keep their earlier effect.
     """
     noted: list[int] = []
     for one in signals:

@@ -1,7 +1,7 @@
-"""The one network interface on which this rank talks to the others: the one on which it reaches rank 0.
+"""The one network interface on which this rank talks to the other ranks: the one on which it reaches rank 0.
 
-Otherwise gloo would listen at the address of the host's own name. On Debian this is 127.0.1.1, which no other host can
-reach.
+Without this choice, gloo would listen at the address of the host's own name. On Debian this is 127.0.1.1, which no
+other host can reach.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RENDEZVOUS = (
     "port for untrusted hosts, or use --stages on one host"
 )
 _LOOPBACK, _LOOPBACK_ADDRESS = "lo", "127.0.0.1"
-# An address family, and an address of it with its port.
+# An address family, such as socket.AF_INET, and an address of that family with a port.
 Target = tuple[int, Any]
 
 
@@ -100,10 +100,14 @@ def addresses_of(host: str, port: int) -> list[Target]:
 
 
 def first_that_works(targets: list[Target], attempt: Callable[[int, Any], T]) -> T:
-    """Return the result of the first attempt that succeeds. Some addresses of a name may not be reachable.
+    """Try the addresses of a name in order, and return the result for the first one that works.
+
+    Args:
+        targets: the addresses.
+        attempt: called with the family and the address. It raises OSError if the address does not work.
 
     Raises:
-        OSError: all attempts have failed. It is the error of the last one.
+        OSError: no address works. It is the error of the last attempt.
     """
     *others, last = targets
     for target in others:
@@ -113,14 +117,14 @@ def first_that_works(targets: list[Target], attempt: Callable[[int, Any], T]) ->
 
 
 def _own_address(family: int, target: Any) -> str:
-    """Return this host's address from which a target is reached. It sends nothing, only finds the route."""
+    """Return the address of this host from which a target is reached. Nothing is sent, only the route is looked up."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return _plain(probe.getsockname()[0])
 
 
 def exposure(env: RankEnvironment) -> str | None:
-    """Return a warning if other hosts can reach the ranks of a run or their launcher; None if they cannot."""
+    """Return a warning if other hosts can connect to the ranks of a run or to torchrun; None if they cannot."""
     if env.world_size == 1:
         return None
     interface = choose_interface(env)
@@ -134,6 +138,11 @@ def exposure(env: RankEnvironment) -> str | None:
 
 
 def _address_of(name: str) -> str:
+    """Return an address of this host on an interface, given by the interface's name.
+
+    Raises:
+        ConfigError: the interface does not exist or has no address.
+    """
     found = psutil.net_if_addrs()
     for one in found.get(name, ()):
         if one.family in (socket.AF_INET, socket.AF_INET6):

@@ -3,8 +3,8 @@
     each rank, every second          alive/3 = beat 41, work 970, "loading its layers: 3.1 of 35.8 GiB"     in the store
     a rank that waits for rank 3     reads it. No new beat within its patience: stopped. No new work: it hangs.
 
-A rank that loads from a cold disk, scans an input or compiles may take any time. Work is processor time and bytes read,
-so a thread that waits for ever is noticed although its process lives.
+A rank that loads from a cold disk, scans an input or compiles may take any time. Work is a count of processor time and
+bytes read. So a rank that waits for ever is noticed, although its heartbeats continue.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.edge_options import heartbeat_s
 
-# A process that only waits takes less than this.
+# Processor time in seconds, and bytes read, that count as work. A process that only waits takes less.
 _WORK_S = 0.05
 _WORK_BYTES = 1 << 20
-# Seconds that a store may take to answer. The store of a lost host would never answer.
+# Most seconds for the store to answer. The store of a lost host would never answer.
 _ANSWER_S = 2.0
 # Threads of libraries that wake up or answer other ranks, even in a process that hangs.
 _IDLE_THREADS = ("gloo", "pt_tcpstore", "pt_nccl")
 
 
 class Store(Protocol):
-    """The methods of torch's stores that are used here."""
+    """A key-value store that ranks share: the methods of torch's stores that are used here."""
 
     def check(self, keys: list[str]) -> bool: ...
     def get(self, key: str) -> bytes: ...
@@ -44,10 +44,13 @@ class Presence:
     """This rank's heartbeats in the store, and the last ones that it saw of the others.
 
     Args:
-        store: the store of this start alone.
+        store: the part of the store that only this start of the run uses.
         names: names of all ranks, for messages.
         patience_s: seconds for which a rank may be silent, or may do nothing.
         activity: this rank's current activity. It is sent with each heartbeat.
+
+    Attributes:
+        every_s: seconds between two heartbeats.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Presence:
         self._wake.set()
 
     def forget(self) -> None:
-        """Forget the heartbeats seen so far. They say nothing about a rank that waited for this one."""
+        """Forget the heartbeats seen so far, before another wait. They may be old, because this rank did not look."""
         self._seen.clear()
 
     def awaited(self, ranks: Sequence[int]) -> str:
@@ -88,7 +91,7 @@ class Presence:
         return f"waiting for {self._names[first]}{more}" + (f": {phase}" if phase else "")
 
     def close(self) -> None:
-        """Stop the heartbeats: from now on edges have their own."""
+        """Stop the heartbeats in the store, because from now on each edge between ranks carries its own."""
         self._ended = True
         self._wake.set()
         self._thread.join(_ANSWER_S)
@@ -122,6 +125,7 @@ class Presence:
                 )
 
     def _read(self, ranks: Collection[int]) -> dict[int, tuple[str, str, str]]:
+        """Return the beat, work and phase of each rank's last heartbeat, by rank."""
         found = {}
         for rank in ranks:
             if self._store.check([f"alive/{rank}"]):
@@ -130,6 +134,7 @@ class Presence:
         return found
 
     def _run(self) -> None:
+        """Write heartbeats into the store until `close`."""
         beat = 0
         with suppress(RuntimeError):  # the store is gone: the rank that holds it has left
             while not self._ended:
@@ -159,9 +164,9 @@ def _work(beat: int) -> str:
 
 
 def _done() -> tuple[float, int]:
-    """Return the seconds computed and the bytes read by this process's threads.
+    """Return the processor time in seconds and the bytes read of this process's threads.
 
-    This thread does not count. Library threads that are busy whatever the rank does, do not count either.
+    This thread does not count. Threads of libraries that stay busy in a process that hangs do not count either.
     """
     ticks = num_read = 0
     threads: list[str] = []

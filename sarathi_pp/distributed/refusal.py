@@ -14,10 +14,10 @@ from sarathi_pp.trace.clock import SystemClock
 
 
 def refuse(error: SarathiError, env: RankEnvironment, join_timeout_s: float, console: Console) -> int:
-    """Report why this rank does not join, to its user and to all ranks. Rank 0 raises it with this host's name.
+    """Report to the user and to all ranks why this rank does not join. Rank 0 then raises the same error.
 
     Returns:
-        The exit code.
+        The exit code for this process.
 
     Raises:
         SarathiError: `error` itself, if all ranks are on this host. Their launcher or agent then ends them.
@@ -27,7 +27,7 @@ def refuse(error: SarathiError, env: RankEnvironment, join_timeout_s: float, con
         raise error
     if speaks_for_host():
         console.error(f"{type(error).__name__}: {error}")
-    # If this cannot reach the others, the cause is reported nevertheless.
+    # If the other ranks cannot be reached, the user has seen the error above.
     with suppress(SarathiError, RuntimeError):
         report_refusal(error, env, join_timeout_s)
     return error.exit_code

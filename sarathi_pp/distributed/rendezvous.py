@@ -34,11 +34,13 @@ from sarathi_pp.process.activity import Activity
 from sarathi_pp.process.timeout import call_with_timeout
 from sarathi_pp.trace.clock import Clock
 
+# Seconds between two looks into the store.
 _LOOK_S = 0.02
+# Most seconds for the other ranks to read rank 0's message that the run does not start.
 _HEARD_S = 2.0
-# Time for late ranks to come after one has refused: a job's ranks start within a few seconds.
+# Most seconds for late ranks to come after one rank has refused. The ranks of a job start within a few seconds.
 _PATIENCE_S = 30.0
-# Number of missing ranks that a text names.
+# Most missing ranks that a text names.
 _MOST_NAMED = 8
 # Extra time for a store that has not answered at the deadline.
 _SILENT_S = 5.0
@@ -46,11 +48,12 @@ _SILENT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An error in the form in which it is sent.
+    """The reason why the ranks do not become one run, in the form in which it is sent.
 
     Attributes:
         kind: name of the error's class.
-        agreed: True if the rank that has the error has reported it.
+        agreed: True if a rank has refused to take part, and so has shown this error itself. Of the other ranks, only
+            rank 0 then shows it again.
     """
 
     kind: str
@@ -77,14 +80,16 @@ def rendezvous(
     """Wait until all ranks have come, and return the part of the store that only this start uses.
 
     Args:
-        end_s: time on this clock until which rank 0 waits for the others.
-        refusal: the error because of which this rank does not take part. The other ranks then raise it too.
+        end_s: time on this clock until which rank 0 waits for the other ranks.
+        interface: the network interface on which this rank talks.
+        refusal: the error because of which this rank does not take part. All ranks then raise it. None: it takes part.
         activity: on rank 0, its text names the ranks that have not come yet.
         address: address of the rendezvous, for that text.
 
     Raises:
-        ConfigError: ranks are missing or do not fit together. Every rank that rank 0 has heard from raises it. Or the
-            store does not answer, because its process or host is stopped.
+        ConfigError: ranks are missing or do not fit together. Every rank that has come to rank 0 raises it. Or the
+            store does not answer, because the process that holds it is stopped or its host is lost.
+        SarathiError: the `refusal` of a rank.
     """
     shared = PrefixStore("sarathi_pp", store)
     own = {"rank": rank, "world_size": world_size, "version": sarathi_pp.__version__, **asdict(interface)}
@@ -92,7 +97,7 @@ def rendezvous(
     if refusal is not None:
         where = f"rank {rank} on {socket.gethostname()}"
         own["refusal"] = asdict(_Refusal(type(refusal).__name__, f"{where}: {refusal}", agreed=True))
-    # Rank 0 knows the missing ranks, and reports them to the others, which listen a little longer.
+    # At the deadline, rank 0 reports the missing ranks to the others. So these wait a little longer than rank 0.
     end_s += _HEARD_S if rank else 0.0
     patience_s = end_s + _HEARD_S + _SILENT_S - clock.now()
     activity = activity or Activity()
@@ -113,7 +118,11 @@ def rendezvous(
 
 
 def _reach(interface: Interface) -> str:
-    """Return a value that two ranks must share to reach each other: on loopback, the host and its network namespace."""
+    """Return a text that is equal for ranks that can reach each other on their interfaces.
+
+    On loopback it names the host and its network namespace. On other interfaces it is empty, so that they count as
+    reachable.
+    """
     if not interface.is_loopback:
         return ""
     try:
@@ -124,6 +133,11 @@ def _reach(interface: Interface) -> str:
 
 
 def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activity: Activity, address: str) -> str:
+    """On rank 0, wait for the answers of all other ranks. Return the name of this start.
+
+    Args:
+        own: facts about rank 0, which the answers must fit.
+    """
     name, world_size = secrets.token_hex(8), own["world_size"]
     store.set("name", json.dumps({"name": name, "world_size": world_size}))
     ranks = [str(rank) for rank in range(1, world_size)]
@@ -131,7 +145,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activ
     refuse_s: float | None = None
     while not came.keys() >= set(ranks):
         on_time = clock.now() < end_s
-        # Read all answers again: a rank that has given up clears its answer.
+        # Read all answers in each round, because a rank that has given up clears its answer.
         strangers = [f"stranger/{number}" for number in range(1, 1 + store.add(f"{name}/strangers", 0))]
         keys = [key for key in (*ranks, *strangers) if store.check([f"{name}/{key}"])]
         answers = {key: store.get(f"{name}/{key}") for key in keys}
@@ -142,7 +156,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activ
         if own["refusal"] is not None:
             refusal = _Refusal(**own["refusal"])
         if refusal is not None and refusal.agreed and missing and on_time:
-            # Ranks that have not come yet must get it too.
+            # Wait for the ranks that have not come yet, so that they get the refusal too.
             refuse_s = refuse_s or clock.now() + _PATIENCE_S
             if clock.now() < refuse_s:
                 clock.sleep(_LOOK_S)
@@ -163,6 +177,7 @@ def _gather(store: Store, own: dict[str, Any], end_s: float, clock: Clock, activ
 
 
 def _awaited(missing: Sequence[str], world_size: int, address: str) -> str:
+    """Return a text for the user that names the missing ranks; empty if none is missing."""
     if not missing:
         return ""
     named = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
@@ -171,6 +186,7 @@ def _awaited(missing: Sequence[str], world_size: int, address: str) -> str:
 
 
 def _tell(store: Store, name: str, came: dict[str, dict[str, Any]], refusal: _Refusal | None) -> None:
+    """Write the result for the ranks that have come: the tokens of these ranks, and the refusal if there is one."""
     tokens = [one["token"] for one in came.values()]
     said = None if refusal is None else asdict(refusal)
     store.set(f"{name}/met", json.dumps({"tokens": tokens, "refusal": said}))
@@ -184,11 +200,17 @@ def _wait_until_heard(store: Store, name: str, came: dict[str, dict[str, Any]], 
 
 
 def _no_fit(message: str) -> _Refusal:
+    """Return a refusal because ranks are missing or do not fit together."""
     return _Refusal(ConfigError.__name__, message)
 
 
 def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
-    """Return why these cannot be two ranks of one run; None if they can."""
+    """Return the reason why a rank cannot be in one run with rank 0; None if it can.
+
+    Args:
+        first: facts about rank 0.
+        other: facts about the rank, from its answer.
+    """
     rank = other["rank"]
     if other.get("version") != first["version"]:
         return _no_fit(
@@ -212,12 +234,18 @@ def _misfit(first: dict[str, Any], other: dict[str, Any]) -> _Refusal | None:
 
 
 def _answer(store: Store, own: dict[str, Any], end_s: float, clock: Clock) -> str:
+    """On another rank, answer each name that rank 0 writes, until one start takes this rank. Return its name.
+
+    Args:
+        own: facts about this rank.
+    """
     token = secrets.token_hex(8)
     answered: dict[str, str] = {}  # key of the answer, by name of the start
     while clock.now() < end_s:
         call = json.loads(store.get("name")) if store.check(["name"]) else None
         if call is not None and call["name"] not in answered:
-            # A rank of another run may have a number that rank 0 does not wait for.
+            # If the runs differ in their number of ranks, rank 0 may not look for this rank's number. So this rank
+            # answers as a stranger, which rank 0 looks for too.
             name = call["name"]
             alike = own["world_size"] == call["world_size"]
             key = own["rank"] if alike else f"stranger/{store.add(f'{name}/strangers', 1)}"

@@ -1,4 +1,4 @@
-"""A worker that ends before it has joined is reported to the other ranks, so that they do not wait for it."""
+"""Report a worker process that ends before it has joined to the other ranks, so that they do not wait for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.refusal import report_refusal
 from sarathi_pp.errors import PeerLostError, SarathiError
 
+# Seconds between two checks for workers that have ended.
 _LOOK_S = 0.1
 
 
 @contextmanager
 def watching_start(workers: Workers, join_timeout_s: float) -> Iterator[None]:
-    """Report workers that end inside the block to the joining ranks. Rank 0 then raises PeerLostError."""
+    """Report workers that end inside the block, while the ranks join. The joining ranks then raise PeerLostError."""
     joined = threading.Event()
     thread = threading.Thread(target=_watch, args=(workers, join_timeout_s, joined), name="watch workers", daemon=True)
     thread.start()
@@ -31,7 +32,7 @@ def _watch(workers: Workers, join_timeout_s: float, joined: threading.Event) -> 
         for rank, how in workers.ended().items():
             if rank not in reported:
                 reported.add(rank)
-                # Reporting waits for rank 0, which may wait for other ranks that have ended too.
+                # Report in a thread: the report waits for rank 0, and rank 0 may wait for other ranks that have ended.
                 threading.Thread(
                     target=_report, args=(workers, rank, how, join_timeout_s), name="report a worker", daemon=True
                 ).start()

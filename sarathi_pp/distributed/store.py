@@ -16,7 +16,7 @@ from sarathi_pp.errors import ConfigError
 
 
 def open_store(env: RankEnvironment, timeout: timedelta) -> Store:
-    """Open the store of this run.
+    """Open the key-value store in which the ranks of this run find each other.
 
     Raises:
         ConfigError: the store cannot be opened within `timeout`, or the environment has no address.
@@ -50,9 +50,12 @@ def open_store(env: RankEnvironment, timeout: timedelta) -> Store:
 
 
 def _listen(env: RankEnvironment, host: str, port: int) -> tuple[str, int]:
-    """Return the one address at which ranks reach rank 0, and the descriptor of a socket that listens there.
+    """On rank 0, listen at the one address at which the other ranks reach it.
 
-    TCPStore alone would listen at all addresses of the host.
+    TCPStore's own socket would listen at all addresses of the host.
+
+    Returns:
+        The address, and the file descriptor of the socket.
     """
     named = f"MASTER_ADDR={host} MASTER_PORT={port}"
     try:
@@ -74,16 +77,30 @@ def _listen(env: RankEnvironment, host: str, port: int) -> tuple[str, int]:
 
 
 def _listener(named: str, family: int, target: Any) -> socket.socket:
+    """Return a socket that listens at an address and port.
+
+    Args:
+        named: the variables with which the user named the address, for the message of an error.
+
+    Raises:
+        ConfigError: another process listens there.
+        OSError: the address cannot be used.
+    """
     try:
         return socket.create_server(target, family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # Do not use another address of that name: the other ranks may connect to this one.
+        # Do not try another address of the same name: the other ranks might connect to this one.
         raise ConfigError(f"{named}: another process listens there; give another MASTER_PORT") from error
 
 
 def _leads_astray(host: str, found: Target) -> bool:
-    """Return whether a name leads to loopback, as a host's own name does on Debian (127.0.1.1)."""
+    """Return whether a host's name leads to loopback, which no other host reaches. On Debian a host's own name does.
+
+    Args:
+        host: the name, or an address. An address, and "localhost", do not lead astray, because the user chose them.
+        found: the first address of the name.
+    """
     address = found[1][0]
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost")

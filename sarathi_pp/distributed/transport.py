@@ -17,20 +17,20 @@ from sarathi_pp.wire.channel import Landing
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.nccl_channel import SideStream
 
-# The gloo edge reports a lost peer. Without these values, a thread of torch aborts the process before that. Another
-# thread aborts a process whose device is slow.
+# The gloo group of an edge reports the loss of the other rank. With torch's defaults, a thread of torch would abort the
+# process before that. Another thread of torch would abort a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-# Timeout of a communicator of one rank, which waits for no other rank.
+# Timeout in seconds of a communicator of one rank, which waits for no other rank.
 _ALONE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """A transport and the reason for it.
+    """The transport of activations, and the reason for the choice.
 
     Attributes:
         name: "nccl" or "gloo".
-        reason: why it is not the other one.
+        reason: the reason why it is this transport and not the other one, for messages.
     """
 
     name: str
@@ -41,13 +41,18 @@ class Transport:
 class NcclOptions:
     """The options from which NCCL channels are made."""
 
-    backend: str  # a backend of torch.distributed
+    backend: str  # name of the backend of torch.distributed, "nccl"
     device: torch.device
-    new_stream: Callable[[], SideStream]
+    new_stream: Callable[[], SideStream]  # makes a stream on which a channel's transfers run
 
 
 def choose_transport(devices: Sequence[DeviceInfo], wish: str = "auto") -> Transport:
-    """Return NCCL if every rank has its own GPU, as NCCL requires; otherwise gloo, through the host's memory."""
+    """Return NCCL if every rank has its own GPU, as NCCL requires; otherwise gloo, through the host's memory.
+
+    Args:
+        devices: the device of each rank, by rank.
+        wish: "gloo" if the user wants gloo; "auto" otherwise.
+    """
     if len(devices) == 1:
         return Transport("gloo", "one stage sends nothing")
     if wish == "gloo":
@@ -77,7 +82,11 @@ def nccl_options(device: torch.device, clock: Clock) -> NcclOptions:
 
 
 def start_nccl_alone(device: torch.device, interface: str) -> float:
-    """Open a communicator of one process, the most that one GPU allows, and return its sum of a single 1."""
+    """Test NCCL with a communicator of this process alone, because one GPU allows no more.
+
+    Returns:
+        The sum over the one process of the number 1, which is 1 if NCCL works.
+    """
     with surrounded("nccl", interface, None):
         store = dist.HashStore()  # type: ignore[attr-defined]
         group = Group(store, 0, 1, _ALONE_S, "nccl")
@@ -111,7 +120,7 @@ def surrounded(backend: str, interface: str, nccl_interface: str | None) -> Iter
 
 
 class CudaSideStream:
-    """A stream of the device, separate from the caller's current stream. See SideStream."""
+    """A CUDA stream for transfers, separate from the stream on which the caller computes. See SideStream."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device = device

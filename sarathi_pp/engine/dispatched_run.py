@@ -1,9 +1,10 @@
-"""One run that several replicas answer, from its source to its sink.
+"""One run of several replicas: input lines go from the source to the replicas, and their answers to the sink.
 
     source -> [thread: share out] --+--> LocalSource -> engine of replica 0 -> LocalSink ---+--> sink
                                     +--Submit--> leader of replica 1 ... --Result--> write -+
 
-The main thread runs replica 0's engine. A run that has ended gives out no input line, even if its thread ends later.
+The main thread runs replica 0's engine. The thread "share out" may live a little longer than its run. It gives out no
+input line after the run has ended.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from sarathi_pp.outputs.sink import Sink
 from sarathi_pp.process.signals import Asked, StopRequests
 from sarathi_pp.trace.clock import Clock
 
-# How often rank 0 checks for events without a notification: new input lines, a signal, the deadline of a stop.
+# Seconds between two checks of rank 0 for events that wake no thread: new input lines, a signal, its deadline.
 LOOK_S = 0.05
-# How long rank 0 waits for another replica or thread to react to a message.
+# Most seconds that rank 0 waits until another replica or thread reacts to a message.
 REACTION_S = 2.0
 
 
 class DispatchedRun:
-    """A run that shares out the source's input lines while its `with` block runs.
+    """A run whose thread shares out the source's input lines to the replicas while the `with` block runs.
 
     Args:
-        stop: see Engine.run.
+        replicas: connections to the other replicas, and the ledger of the input lines that each replica holds.
+        source: gives the input lines.
+        sink: receives the answers of all replicas.
+        stop: shows whether, and when, the run was asked to stop.
     """
 
     def __init__(
@@ -64,22 +68,26 @@ class DispatchedRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the thread. If a replica that hangs blocks the thread, it ends when its call returns."""
+        """End the thread. If it is blocked by a send to a replica that hangs, it ends when that send returns."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         self._thread.join(REACTION_S)
 
     def is_over(self) -> bool:
-        """Return whether replica 0 gets no more input lines. Call it with the lock held."""
+        """Return whether replica 0 gets no more input lines. The caller holds the ledger's lock, `replicas.changed`."""
         if self._stop is not None and self._clock.now() > self._stop.until_s + REACTION_S:
             return True
         return self._all_read and self._ledger.needs_only_replica_0
 
     def asked(self) -> Asked | None:
-        """Return the signal that stops the run; None if there was none. No replica starts a request after it."""
+        """Return the signal that stops the run; None if none has come.
+
+        The first call after a signal also closes the source and sends Stop to the other replicas. After that, no
+        replica starts another request.
+        """
         stop = self._requests.asked()
-        # The deadline of the last signal counts.
+        # A second signal brings an earlier deadline, which the replicas must get too.
         if stop is not None and (self._stop is None or stop.until_s != self._stop.until_s):
             with self._changed:
                 self._stop = stop
@@ -91,13 +99,21 @@ class DispatchedRun:
         return stop
 
     def write(self, replica: int, message: Result | RequestError) -> bool:
-        """Write the answer of another replica to the sink. Return False if that replica does not hold the request."""
+        """Write an answer that came from another replica to the sink.
+
+        Args:
+            replica: index of the replica, from 1.
+
+        Returns:
+            False if the ledger does not record that this replica holds the request. Nothing is written then.
+        """
         num_tokens = len(message.token_ids) if isinstance(message, Result) else 0
         with self.writing(replica, message.index, num_tokens) as row:
             if row is None:
                 return False
             assert row.request is not None
-            # An error of the sink is not the replica's fault. The main thread raises it.
+            # An error of the sink, such as a full disk, is not the replica's fault. `calling_sink` records it as the
+            # end of the run, and the main thread raises it.
             with suppress(Exception), self.calling_sink() as sink:
                 if isinstance(message, Result):
                     sink.finish(row, message.completion(row.request), message.metrics)
@@ -107,9 +123,14 @@ class DispatchedRun:
 
     @contextmanager
     def writing(self, replica: int, index: int, num_output_tokens: int) -> Iterator[Row | None]:
-        """Yield the input line of a request that has ended; None if the replica does not hold it.
+        """Yield the input line of a request that has ended; None if the replica does not hold the request.
 
         Inside the block no other replica can get the input line, and the run does not end.
+
+        Args:
+            replica: index of the replica, from 0.
+            index: index of the request.
+            num_output_tokens: number of tokens in the answer; 0 for an error.
         """
         with self._changed:
             row = self._ledger.start_writing(replica, index, num_output_tokens)
@@ -123,7 +144,10 @@ class DispatchedRun:
 
     @contextmanager
     def calling_sink(self) -> Iterator[Sink]:
-        """Yield the sink. An error inside the block ends the run. The block raises the run's first error."""
+        """Yield the sink, for a call of one of its methods. If the call raises an error, the run ends.
+
+        The error that then leaves the block is the first one of the run, which another thread may have caused.
+        """
         try:
             yield self._sink
         except Exception as error:
@@ -139,10 +163,11 @@ class DispatchedRun:
             self.replicas.fail(error)
 
     def _next_given(self) -> tuple[int, Row] | None:
-        """Give an input line to a replica and return both. Wait for an input line and for room.
+        """Give the next input line to a replica. Wait until there is a line, and a replica with room for it.
 
         Returns:
-            None if no input line is left, and no lost replica can return one.
+            The index of the replica, and the line. None if the run has ended, or if no line is left and none can come
+            back because its replica is lost.
         """
         while True:
             with self._changed:
@@ -163,6 +188,7 @@ class DispatchedRun:
                 self._read(room)
 
     def _read(self, limit: int) -> None:
+        """Move up to `limit` input lines from the source to the ledger. If there are none yet, wait a moment."""
         if rows := self._source.take(limit):
             with self._changed:
                 if not self._ended:
@@ -172,7 +198,7 @@ class DispatchedRun:
 
 
 class LocalSource:
-    """The input lines of replica 0, for its engine in the main thread. See Source."""
+    """The source of replica 0's engine: the input lines that this run gave to replica 0. See Source."""
 
     def __init__(self, run: DispatchedRun) -> None:
         self._run = run
@@ -202,7 +228,7 @@ class LocalSource:
 
 
 class LocalSink:
-    """The sink of replica 0's engine. See Sink."""
+    """The sink of replica 0's engine. It passes answers on to the sink of the run. See Sink."""
 
     def __init__(self, run: DispatchedRun) -> None:
         self._run = run
@@ -225,4 +251,4 @@ class LocalSink:
                 sink.fail(row, error)
 
     def close(self) -> None:
-        """Do nothing: the run's sink stays open."""
+        """Do nothing, because the other replicas still use the sink of the run."""

@@ -1,4 +1,4 @@
-"""Rank 0's driver of several replicas.
+"""Rank 0's driver of several replicas, which are whole pipelines that share the requests of a run.
 
 It shares out input lines, collects answers, and gives the input lines of a lost replica to the others.
 
@@ -6,7 +6,8 @@ It shares out input lines, collects answers, and gives the input lines of a lost
                                                         |
     [main thread: engine of replica 0]   [thread: share out]   [a thread per other replica: its messages]
 
-RowLedger decides which replica gets an input line. The threads ask it, one at a time, and carry out its decision.
+RowLedger decides which replica gets an input line. The threads ask it, one at a time, and carry out its decision. The
+leader of a replica is its first rank, which exchanges messages with rank 0.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from sarathi_pp.process.signals import NEVER_ASKED, Asked, StopRequests
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.byte_stream import Remote
 
-# Number of refused input lines that are written at a time after replica 0 was lost.
+# Input lines that cannot run go to replica 0. If it is lost, this number of them is written to the sink at a time.
 _REFUSED_ROWS = 64
 
 
 class Dispatcher:
-    """A driver that is used as an Engine: call `run` any number of times, then `close`.
+    """A driver of all replicas, with the methods of Engine: call `run` any number of times, then `close`.
 
-    A replica that loses a stage or its leader is abandoned, and its requests run on the others. If no other replica is
-    left, `run` raises PeerLostError. After any other exception of `run` the next call starts again.
+    If a rank of a replica is lost, the whole replica is given up, and its requests run on the others. If no replica is
+    left, `run` raises the error of the last one, now and in later calls. After any other exception, `run` may be called
+    again.
 
     Args:
         engine: engine of replica 0. It reports its progress to `progress`.
-        remotes: connections to the leaders of the other replicas.
-        most: requests that a replica may hold. See LoadBalancer.
-        most_tokens: prompt tokens at which a replica gets no further request. See LoadBalancer.
-        progress: progress of all replicas.
+        remotes: connections to the leaders of the other replicas, in order from replica 1.
+        most: most requests that one replica may hold, running and waiting. See LoadBalancer.
+        most_tokens: number of prompt tokens from which on a replica gets no further request. See LoadBalancer.
+        progress: adds up the progress of all replicas.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Dispatcher:
 
     @property
     def lost(self) -> Mapping[int, SarathiError]:
-        """The lost replicas, each with its error."""
+        """The error with which each lost replica was lost, by the replica's index."""
         return self._ledger.lost
 
     @property
@@ -91,11 +93,11 @@ class Dispatcher:
             raise
 
     def report_progress(self) -> None:
-        """Report the progress of all replicas now, before another run."""
+        """Report the progress now. A new display needs the counts from before its run, to subtract them."""
         self._engine.report_progress()
 
     def close(self) -> None:
-        """End all stages, and wait for the goodbye of each leader."""
+        """End all stages, and wait until the leader of each replica has said goodbye, which is its last message."""
         for replica in self._replicas.present:
             try:
                 self._replicas.remotes[replica].outgoing.close()
@@ -108,6 +110,7 @@ class Dispatcher:
                 listener.join()
 
     def _drive(self, run: DispatchedRun) -> Asked | None:
+        """Run replica 0's engine to the end of the run. If replica 0 is lost, wait for the other replicas instead."""
         source, sink = LocalSource(run), LocalSink(run)
         if 0 not in self.lost:
             try:
@@ -137,17 +140,17 @@ class Dispatcher:
             self._ledger.abort()
             self._replicas.changed.wait_for(lambda: not self._ledger.num_writing, REACTION_S)
         for thread in self._replicas.start_sending(Abort()):
-            thread.join(REACTION_S)  # nothing else may be sent to that replica before this
+            thread.join(REACTION_S)  # the replica must get the Abort before any request of the next run
 
     def _listen(self, replica: int) -> None:
-        """Handle the messages of one leader until its goodbye."""
+        """Handle the messages of one replica's leader until it says goodbye."""
         remote = self._replicas.remotes[replica]
         try:
             while (text := remote.incoming.read()) is not None:
                 self._handle(replica, decode(text))
             with self._replicas.changed:
                 if self._ledger.num_held(replica) and not self._ledger.stopping:
-                    raise PeerLostError(f"{remote.name} left with requests unfinished")
+                    raise PeerLostError(f"{remote.name} ended before it had answered all its requests")
                 self._ledger.leave(replica)
                 self._replicas.changed.notify_all()
         except SarathiError as error:
@@ -161,9 +164,9 @@ class Dispatcher:
             return
         name = self._replicas.remotes[replica].name
         if not isinstance(message, (Result, RequestError)):
-            raise ProtocolError(f"unexpected {type(message).__name__} from {name}")
+            raise ProtocolError(f"{name} sent a message of kind {type(message).__name__}, which only rank 0 may send")
         run = self._run
         if run is not None and run.write(replica, message):
             return
         if not self._ledger.may_be_late(replica, message.index):
-            raise ProtocolError(f"{name} answers request {message.index}, which it does not hold")
+            raise ProtocolError(f"{name} answered request {message.index}, which rank 0 had not given to it")

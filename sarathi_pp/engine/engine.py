@@ -1,10 +1,13 @@
-"""The loop on rank 0: input lines in, microbatches through the first stage, results back, answers out.
+"""The loop that drives a pipeline: input lines in, microbatches through the first stage, results back, answers out.
+
+It runs on the pipeline's leader (its first rank), which is rank 0 in a run of one pipeline.
 
     source --lines--> coordinator --microbatch--> stage 0 ...> last stage --tokens--> coordinator --> sink
                                                                     `--rows--> LM head on stage 0 --tokens--^
 
-One thread does all of this in turn, so the coordinator needs no lock. Reading and tokenising, writing and syncing, and
-the wire have their own threads.
+For some microbatches the last stage sends rows (the output vectors of its layers) instead of tokens. Then the first
+stage computes the LM head. One thread does all of this in turn, so the coordinator needs no lock. Reading and
+tokenising, writing and syncing, and the wire have their own threads.
 """
 
 from __future__ import annotations
@@ -41,30 +44,41 @@ from sarathi_pp.trace.token_times import TokenTimes
 from sarathi_pp.wire.channel import Message, Receiver
 from sarathi_pp.wire.codec import HeadFrame, MicroBatchFrame
 
+# Least seconds between two progress reports.
 _PROGRESS_EVERY_S = 0.2
-# How long the engine waits for new input lines when nothing is in flight.
+# Most seconds that the engine waits for new input lines when no microbatch is in flight.
 _IDLE_WAIT_S = 1.0
-# How often it checks for new input lines while there is room for another microbatch in flight.
+# Seconds between two checks for new input lines, while there is room for another microbatch in flight.
 _ARRIVAL_CHECK_S = 0.005
-# How often it checks for a signal while it can only wait for a result.
+# Seconds between two checks for a signal, while the engine can only wait for a result.
 _SIGNAL_CHECK_S = 0.2
-# After a request to stop, it abandons the microbatches in flight if no result comes for this time. The time is at least
-# three times the longest earlier wait for a result.
+# After a signal, the engine abandons the microbatches in flight if no result comes for this number of seconds. It waits
+# at least three times its longest earlier wait for a result.
 _SILENT_S = 5.0
 # Input lines taken from the source at a time. The waiting tokens are counted in between.
 _ROWS_AT_A_TIME = 16
 
 
 class StopChecker(Protocol):
-    def push(self, token_id: int) -> bool: ...
+    """A search for the stop strings of one request in its output."""
+
+    def push(self, token_id: int) -> bool:
+        """Add the next token of the output, and return whether the output so far holds a stop string."""
+        ...
 
 
+# Makes the checker of a request; None if the request has no stop strings.
 StopCheckers = Callable[[Request], "StopChecker | None"]
 
 
 @dataclass(slots=True)
 class _Live:
-    """One unfinished request, and the times at which its tokens came."""
+    """One unfinished request.
+
+    Attributes:
+        times: the times at which its tokens came.
+        prompt_computed: number of its prompt tokens that have been computed.
+    """
 
     row: Row
     stop_checker: StopChecker | None
@@ -72,7 +86,13 @@ class _Live:
     prompt_computed: int = 0
 
     def chunk_came(self, end: int) -> int:
-        """Return the prompt tokens that are new in a chunk with this end. A recomputed chunk has none."""
+        """Return the number of prompt tokens that a chunk has computed for the first time.
+
+        After a preemption, a chunk computes tokens again, and these do not count.
+
+        Args:
+            end: position after the last token of the chunk.
+        """
         before = self.prompt_computed
         self.prompt_computed = max(before, min(end, self.row.num_prompt_tokens))
         return self.prompt_computed - before
@@ -81,15 +101,18 @@ class _Live:
 class Engine:
     """The driver of one pipeline.
 
-    `run` may be called again with more input lines. Between two calls, the stages stay as they are. After an exception
-    in `run`, the next call starts again. If the pipeline is lost, it raises PeerLostError at once.
+    `run` may be called again with more input lines. Between two calls, the stages keep running. After an exception in
+    `run`, the requests of that call are forgotten, and `run` may be called again. If the exception has ended the
+    pipeline for good, the next call raises PeerLostError at once.
 
     Args:
-        results: the edge from the last stage.
+        runner: computes microbatches on the first stage, and sends its output to the next stage.
+        results: the receiving end of the edge from the last stage, on which results come back.
         stop_checkers: makes the checker for a request's stop strings.
         listener: receives progress and warnings.
-        cost: cost model of the stages, as far as it is known. Results refine it.
-        heads: decides for which microbatches the first stage computes the LM head.
+        cost: cost model of the stages, as far as it is known before the run. Results refine it. None if the policy
+            needs none.
+        heads: decides for which microbatches the first stage computes the LM head. None: for no microbatch.
     """
 
     def __init__(
@@ -133,9 +156,9 @@ class Engine:
         self._reported_compute_s = self._stage_compute_s
         self._first_issue_s = math.inf
         self._last_result_s = 0.0
-        self._longest_wait_s = 0.0  # between two results
+        self._longest_wait_s = 0.0  # the longest time between two results
         self._shrunk_at = 0  # index of the first microbatch that was issued after the limits shrank
-        self._inflight: deque[MicroBatch] = deque()  # the ones that were really sent
+        self._inflight: deque[MicroBatch] = deque()  # microbatches whose output the first stage has sent
         self._cause: BaseException | None = None
 
     def run(self, source: Source, sink: Sink, stop: StopRequests = NEVER_ASKED) -> Asked | None:
@@ -151,11 +174,13 @@ class Engine:
 
         Raises:
             StoppedError: finishing the running requests takes longer than the signal allows.
-            SarathiError: another error ended the run early, such as a lost peer or a full disk.
+            SarathiError: another error ended the run early, such as the loss of a rank or a full disk.
         """
         if self._cause is not None:
             what = f"{type(self._cause).__name__}: {self._cause}"
-            raise PeerLostError(f"this pipeline was lost in an earlier call ({what}); start a new one") from self._cause
+            raise PeerLostError(
+                f"the pipeline was lost in an earlier call ({what}) and cannot be used again; start a new one"
+            ) from self._cause
         try:
             return self._run(source, sink, stop)
         except BaseException as error:
@@ -168,7 +193,7 @@ class Engine:
         return self._cause is not None
 
     def report_progress(self) -> None:
-        """Report the progress now, before another run."""
+        """Report the progress now. A new display needs the counts from before its run, to subtract them."""
         self._report_progress(force=True)
 
     def _abort(self, error: BaseException) -> None:
@@ -204,13 +229,13 @@ class Engine:
                 self._report_progress(force=False)
 
     def _patience_s(self, source: Source) -> float:
-        """Return the seconds to wait for a result."""
+        """Return the seconds to wait for a result, before the next check for signals and new input lines."""
         return _SIGNAL_CHECK_S if self._coordinator.idle_reason == "full" or source.exhausted else _ARRIVAL_CHECK_S
 
     def close(self) -> None:
-        """End the stages, and wait for the goodbye of the last one."""
+        """End the stages, and wait until the last one has said goodbye, which is its last message."""
         end_s = self._clock.now() + _SILENT_S
-        while self._inflight and self._clock.now() < end_s:  # left by a call that raised
+        while self._inflight and self._clock.now() < end_s:  # a call of `run` that raised left them in flight
             if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
                 self._take(message)
         self._report_progress(force=True)
@@ -232,10 +257,14 @@ class Engine:
         )
 
     def _given_up_s(self, told: Asked) -> float:
-        """Return the time at which the wait for results ends."""
+        """Return the time, on the engine's clock, at which a stopped run gives up its running requests.
+
+        It is the deadline of the signal. It is earlier if no results come (see _SILENT_S).
+        """
         return min(told.until_s, max(told.at_s, self._last_result_s) + max(_SILENT_S, 3 * self._longest_wait_s))
 
     def _withdraw(self, source: Source) -> None:
+        """Take no more input lines, and forget the requests that have not started."""
         source.close()
         for request in self._coordinator.withdraw():
             del self._live[request.index]
@@ -265,7 +294,7 @@ class Engine:
             self._finish(answered, self._clock.now(), sink)
 
     def _issue(self) -> bool:
-        """Run the next microbatch through the first stage. Return False if there is none."""
+        """Issue the next microbatch, and compute it on the first stage. Return False if there is none to issue."""
         microbatch = self._coordinator.next_microbatch()
         if microbatch is None:
             if self._starved != self._coordinator.idle_reason:
@@ -287,8 +316,8 @@ class Engine:
         finally:
             if self._runner.num_sent > num_sent:
                 self._inflight.append(microbatch)
-        # Record it after sending: a microbatch that was never sent gives its index to another one. The recorder's
-        # thread prints the schedule, because this takes longer with every sequence in it.
+        # Record the microbatch after sending: if it was never sent, another one gets its index. The recorder's thread
+        # makes the text of the schedule, because this takes longer with every sequence in the microbatch.
         self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
         return True
 
@@ -303,7 +332,7 @@ class Engine:
     def _receive(self, timeout_s: float) -> Message[Tensor] | None:
         try:
             return self._results.receive(timeout_s)
-        except BaseException as error:  # it is unknown which results are left
+        except BaseException as error:  # from now on, the engine cannot know which results will still come
             self._cause = error
             raise
 
@@ -318,18 +347,18 @@ class Engine:
                 assert isinstance(message.frame, StepResult), message.frame
                 result = message.frame
                 if microbatch is None or microbatch.head_on_first:
-                    due = "the first stage computes the LM head" if microbatch else "nothing is in flight"
-                    raise ProtocolError(f"result {result.index} came although {due}")
+                    due = "its LM head belongs to the first stage" if microbatch else "no microbatch is in flight"
+                    raise ProtocolError(f"the last stage sent tokens of microbatch {result.index}, although {due}")
             if len(result.stage_times) != len(self._stage_compute_s):
                 raise ProtocolError(
-                    f"result {result.index} has times of {len(result.stage_times)} stages, not of "
-                    f"{len(self._stage_compute_s)}"
+                    f"the result of microbatch {result.index} has times of {len(result.stage_times)} stages; the "
+                    f"pipeline has {len(self._stage_compute_s)}"
                 )
         finally:
             message.release()
         assert microbatch is not None, "a result without one was refused"
         self._count_prompt(microbatch)
-        # If it came while an earlier LM head was computed, it counts from the end of that LM head.
+        # If the result came while this thread computed an earlier LM head, its time is the end of that LM head.
         return self._complete(result, head_s, max(arrived_s, self._last_result_s))
 
     def _count_prompt(self, microbatch: MicroBatch) -> None:
@@ -344,13 +373,30 @@ class Engine:
     def _compute_head(
         self, frame: HeadFrame, microbatch: MicroBatch | None, message: Message[Tensor]
     ) -> tuple[StepResult, float, float]:
+        """Compute the LM head of a microbatch on the first stage, from the rows that the last stage has sent.
+
+        Returns:
+            The result, the seconds that the LM head took, and the time at which it was done.
+        """
         if microbatch is None or not microbatch.head_on_first or frame.index != microbatch.index:
-            raise ProtocolError(f"{frame} came to the first stage, which waits for {microbatch or 'nothing'}")
+            raise ProtocolError(
+                f"rows of microbatch {frame.index} came for an LM head on the first stage, which waits for "
+                f"{microbatch or 'nothing'}"
+            )
         if frame.num_rows != microbatch.num_drawn:
-            raise ProtocolError(f"{frame} came with {frame.num_rows} rows, not {microbatch.num_drawn}")
+            raise ProtocolError(
+                f"{frame.num_rows} rows came for the LM head of microbatch {frame.index}, which draws "
+                f"{microbatch.num_drawn} tokens"
+            )
         return self._runner.finish(frame, microbatch, message.payload, message.arrived_s)
 
     def _complete(self, result: StepResult, head_s: float, arrived_s: float) -> list[Completion]:
+        """Give a result to the coordinator, and return the requests that it finished.
+
+        Args:
+            head_s: seconds for which the first stage computed the microbatch's LM head; 0 if the last stage did.
+            arrived_s: time at which the result was complete, on the engine's clock.
+        """
         self._recorder.record(Returned(result.index, arrived_s))
         first, *others = (time.seconds for time in result.stage_times)
         computed_s = first + head_s, *others
@@ -370,9 +416,9 @@ class Engine:
         return completions
 
     def _token_came(self, request: Request, token_id: int) -> bool:
-        """Return whether a stop string ends the request here.
+        """Record a new token of a request. Return whether a stop string ends the request at this token.
 
-        The coordinator calls this stop rule for every token that counts, and never for a stale one.
+        The coordinator calls this for every token that it keeps. It drops tokens from before a preemption.
         """
         live = self._live[request.index]
         live.times.token_came(self._token_s)

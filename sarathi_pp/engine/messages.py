@@ -1,8 +1,10 @@
-"""Messages between rank 0 and the leaders of other replicas: plain JSON texts, never pickle.
+"""Messages between rank 0 and the leaders (first ranks) of the other replicas.
 
 rank 0 -> leader   Submit: answer this request       Stop: start no new request
                    Abort: forget every request submitted so far
 leader -> rank 0   Result, RequestError: how a request ended       Progress: how far the replica is
+
+Messages are plain JSON texts. They are never pickled, because unpickling a message can run code.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from sarathi_pp.errors import ProtocolError, RowError
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request to answer. Its arrival_s is on rank 0's clock."""
+    """A message of rank 0: answer this request. The request's arrival_s is a time on rank 0's clock."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A signal that stops the run."""
+    """A message of rank 0: a signal stops the run, so start no new request."""
 
     number: int  # number of the signal
     left_s: float | None  # seconds to finish the running requests; None: no limit
@@ -36,12 +38,20 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A notice that the call with the submitted requests has raised. Results already on their way may still arrive."""
+    """A message of rank 0: forget every request so far, because the call that submitted them has raised an error.
+
+    Results that are on their way at that moment still arrive at rank 0.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to a request, which the receiver knows by its index."""
+    """A message to rank 0: the answer to a request.
+
+    Attributes:
+        index: index of the request.
+        metrics: seconds and counts of the request, for its output line.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -61,7 +71,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """The error with which a request ended."""
+    """A message to rank 0: the error with which a request ended.
+
+    Attributes:
+        index: index of the request.
+        code, message: see RowError.
+    """
 
     index: int
     code: str
@@ -73,7 +88,7 @@ class RequestError:
 
 
 Message = Submit | Stop | Abort | Result | RequestError | Progress
-# The name of each kind on the wire.
+# The name of each class of messages in the JSON text.
 _KINDS = {Submit: "submit", Stop: "stop", Abort: "abort", Result: "result", RequestError: "error", Progress: "progress"}
 
 
@@ -91,13 +106,15 @@ def decode(text: bytes) -> Message:
     """Return the message of a text that `encode` wrote.
 
     Raises:
-        ProtocolError: `encode` did not write the text.
+        ProtocolError: the text is not one that `encode` writes.
     """
     try:
         kind, fields = json.loads(text)
         return _restore(kind, fields)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, RowError) as error:
-        raise ProtocolError(f"a text of {len(text)} bytes is not a message: {error}") from error
+        raise ProtocolError(
+            f"a text of {len(text)} bytes between rank 0 and the leader of a replica is not a message: {error}"
+        ) from error
 
 
 def _restore(kind: str, fields: dict[str, Any]) -> Message:
@@ -119,4 +136,4 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
             counts = fields["progress"]
             by_stage = {name: tuple(counts[name]) for name in ("stage_busy", "stage_compute_s")}
             return Progress(**{**counts, **by_stage})
-    raise ValueError(f"kind {kind!r}")
+    raise ValueError(f"{kind!r} is no kind of message")

@@ -12,16 +12,21 @@ from typing import Protocol
 class Progress:
     """The progress of a run at one moment.
 
-    Counts and seconds are since the run's start. Tokens are those of finished requests. Prefill chunks are those of
-    microbatches whose result is back.
+    Counts and seconds are since the run's start, except those of `running`, `waiting`, `stage_busy` and
+    `kv_fragmentation`.
 
     Args:
         elapsed_s: time since the run's start.
+        running: number of requests that run at this moment, and so hold KV pages.
+        waiting: number of requests that wait for KV pages at this moment.
+        prompt_tokens: prompt tokens of finished requests.
+        output_tokens: output tokens of finished requests.
+        tokens_computed: prompt and output tokens of results that are back, each counted once, also if it was computed
+            again after a preemption. Unlike prompt_tokens and output_tokens, it counts unfinished requests.
+        chunks_done: prefill chunks of microbatches whose result is back.
         stage_busy: per stage, the share (0 to 1) of the time since the last report in which it computed.
         stage_compute_s: per stage, the compute time of all microbatches whose times are back.
         window_s: time from the first issue to the last result so far; 0 before the first result.
-        tokens_computed: prompt and output tokens of results that are back, each counted once, also if it was computed
-            again after a preemption. Unlike prompt_tokens and output_tokens, it counts unfinished requests.
         kv_fragmentation: 1 - tokens held / room in the pages held, at this moment; None if no page is held.
     """
 
@@ -41,7 +46,7 @@ class Progress:
 
     @classmethod
     def nothing(cls, num_stages: int) -> Progress:
-        """Return the progress of stages that have reported none yet."""
+        """Return a progress of zeros, for stages that have reported nothing yet."""
         zeros = (0.0,) * num_stages
         return cls(
             elapsed_s=0.0,
@@ -61,7 +66,11 @@ class Progress:
 
     @classmethod
     def of_replicas(cls, replicas: Sequence[Progress]) -> Progress:
-        """Return the progress of a run of several replicas: the sum of their counts, and the stages of all of them."""
+        """Return the progress of a whole run from the progress of each of its replicas.
+
+        Counts are added up, times are the longest ones, and the fragmentation is the mean. The values per stage follow
+        one another, those of replica 0 first.
+        """
         wasted = [one.kv_fragmentation for one in replicas if one.kv_fragmentation is not None]
         return cls(
             elapsed_s=max(one.elapsed_s for one in replicas),
@@ -119,7 +128,7 @@ class Warner(Protocol):
 
 
 class RunListener(Warner, Protocol):
-    """A listener that follows a run. Any thread may call it."""
+    """A listener that shows the progress of a run, and warnings, to the user. Any thread may call it."""
 
     def report_progress(self, progress: Progress) -> None: ...
 
@@ -132,9 +141,10 @@ class IgnoreReports:
 
 
 class ReplicaProgress:
-    """The last progress of each replica. Any thread may update it.
+    """The latest progress of each replica. Any thread may update it.
 
     Args:
+        num_stages: number of stages of one replica.
         listener: receives the progress of all replicas each time one replica has reported its own.
     """
 
@@ -144,13 +154,13 @@ class ReplicaProgress:
         self._lock = threading.Lock()
 
     def update(self, replica: int, progress: Progress) -> None:
-        """Keep the progress of one replica, and report that of all replicas."""
+        """Replace the progress of one replica, and report the progress of all replicas."""
         with self._lock:
             self._replicas[replica] = progress
             self.listener.report_progress(Progress.of_replicas(self._replicas))
 
     def of_replica(self, replica: int) -> RunListener:
-        """Return the listener of one replica's engine."""
+        """Return a listener for the engine of one replica, which keeps the engine's progress here."""
         return _ReplicaListener(self, replica)
 
 

@@ -13,33 +13,42 @@ from sarathi_pp.wire.byte_stream import Remote
 
 
 class RemoteReplicas:
-    """The leaders of replicas 1, 2, ..., and the ledger that all threads share.
+    """The connections to the leaders (first ranks) of replicas 1, 2, ..., and the ledger that all threads share.
 
     Args:
-        remotes: connections to the leaders.
+        remotes: connections to the leaders, in order from replica 1.
+        ledger: the record of which replica holds which input line.
         listener: receives a warning if a replica is lost.
+
+    Attributes:
+        remotes: the connections by index of the replica.
+        changed: its lock guards the ledger. Threads wait on it for a change of the ledger.
     """
 
     def __init__(self, remotes: Sequence[Remote], ledger: RowLedger, listener: RunListener) -> None:
         self.remotes = dict(enumerate(remotes, start=1))
         self.ledger = ledger
-        self.changed = threading.Condition()  # guards the ledger
+        self.changed = threading.Condition()
         self._listener = listener
 
     @property
     def present(self) -> list[int]:
-        """The other replicas that are not lost."""
+        """The indexes of the replicas that are not lost, without replica 0."""
         return [replica for replica in self.remotes if replica not in self.ledger.lost]
 
     def send(self, replica: int, message: Submit | Stop | Abort) -> None:
-        """Send a message to a leader. If that fails, the replica is lost."""
+        """Send a message to the leader of a replica. If sending fails, the replica counts as lost."""
         try:
             self.remotes[replica].outgoing.write(encode(message))
         except SarathiError as error:
             self.lose(replica, error)
 
     def start_sending(self, message: Stop | Abort) -> list[threading.Thread]:
-        """Send a message to all leaders, each in a thread, so that a leader that hangs does not delay the others."""
+        """Send a message to all leaders, each in a thread, so that a leader that hangs does not delay the others.
+
+        Returns:
+            The threads, which may still be sending.
+        """
         threads = [
             threading.Thread(target=self.send, args=(replica, message), name=f"send to replica {replica}", daemon=True)
             for replica in self.present
@@ -49,10 +58,10 @@ class RemoteReplicas:
         return threads
 
     def lose(self, replica: int, error: SarathiError) -> bool:
-        """Return the requests of a lost replica to those that wait.
+        """Record that a replica was lost. Its unfinished requests wait again, for another replica.
 
         Returns:
-            True if a replica is left that can run them. Otherwise the run fails with the error.
+            True if another replica is left. Otherwise the run fails with `error`.
         """
         with self.changed:
             num_rows = self.ledger.lose(replica, error)
@@ -64,7 +73,11 @@ class RemoteReplicas:
         return has_replicas
 
     def fail(self, error: BaseException) -> BaseException:
-        """End the run with this error, unless there is one already. Return the first error."""
+        """End the run with an error. If an earlier error has already ended it, that one counts.
+
+        Returns:
+            The error that counts.
+        """
         with self.changed:
             first = self.ledger.fail(error)
             self.changed.notify_all()

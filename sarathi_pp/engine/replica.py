@@ -1,6 +1,7 @@
-"""The source and the sink of a replica whose requests come from rank 0, and whose answers go back there.
+"""The source and the sink of the engine of a replica other than replica 0.
 
-Only the replica's leader has them. One thread, the engine's, uses both.
+Its requests come from rank 0, and its answers go back to rank 0. Only the replica's leader (its first rank) has them.
+One thread, the engine's, uses both.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender
 
 
 class AbortedError(Exception):
-    """An abort by rank 0, which wants no answer to its requests so far."""
+    """The end of the engine's run, because rank 0 sent Abort: it wants no answer to its requests so far."""
 
 
 class RemoteSource:
-    """The source of rank 0's requests. See Source.
+    """A source of the requests that rank 0 sends. See Source. It also shows whether rank 0 stops the run.
 
     Args:
-        incoming: messages of rank 0.
-        offset_s: rank 0's time = this rank's time + offset_s.
+        incoming: stream of messages from rank 0.
+        offset_s: seconds between both clocks: rank 0's time = this rank's time + offset_s.
     """
 
     def __init__(self, incoming: ByteStreamReceiver, clock: Clock, offset_s: float) -> None:
@@ -42,7 +43,10 @@ class RemoteSource:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no request is left and none will come, because rank 0 has closed or a signal stops the run."""
+        """Return whether no request is left and none will come.
+
+        None will come if rank 0 has closed the stream, or if a signal stops the run.
+        """
         return not self._rows and (self._incoming.ended or self._asked is not None)
 
     def take(self, limit: int) -> list[Row]:
@@ -62,7 +66,7 @@ class RemoteSource:
         """Return the signal that stops the run; None if rank 0 has sent none.
 
         Raises:
-            AbortedError: rank 0 has sent an Abort. It is raised once.
+            AbortedError: rank 0 has sent Abort. Each Abort is raised once.
         """
         self._read(0)
         if self._aborted:
@@ -71,6 +75,7 @@ class RemoteSource:
         return self._asked
 
     def _read(self, timeout_s: float | None) -> None:
+        """Handle all messages that have come from rank 0. If none has, wait up to timeout_s for the first one."""
         while (text := self._incoming.read(timeout_s)) is not None:
             timeout_s = 0
             match decode(text):
@@ -88,7 +93,9 @@ class RemoteSource:
                 case Submit():
                     pass  # no request starts after a Stop
                 case other:
-                    raise ProtocolError(f"unexpected {type(other).__name__} from rank 0")
+                    raise ProtocolError(
+                        f"rank 0 sent a message of kind {type(other).__name__}, which only other leaders may send"
+                    )
 
 
 class RemoteSink:
@@ -108,7 +115,7 @@ class RemoteSink:
         self._outgoing.write(encode(progress))
 
     def warn(self, text: str) -> None:
-        """Do nothing, because only rank 0 has a user."""
+        """Do nothing, because only rank 0 shows messages to the user."""
 
     def close(self) -> None:
         self._outgoing.close()

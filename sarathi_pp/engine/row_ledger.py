@@ -1,12 +1,12 @@
-"""A ledger of the input lines that several replicas answer: their replicas, and the next one to give.
+"""A record of which replica holds which input line of a run, and the choice of the next line to give to a replica.
 
     add -> waiting --give--+--> queue of replica 0 --take--> its engine --+--start_writing--> being written
               ^            +--> replica 1 ... ----------------------------+                         |
               `-------------------------- lose ---------------------------'                    end_writing
 
-An input line is in exactly one place. Those of a lost replica wait before all others, in the order in which it got
-them. All others keep the order in which they were added. An input line that cannot run always goes to replica 0's
-queue.
+An input line is in exactly one place of this drawing. The lines of a lost replica wait before all others, in the order
+in which the replica got them. All other lines keep the order in which they were added. A line that cannot run always
+goes to replica 0's queue, because rank 0 writes its error line.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ from sarathi_pp.inputs.row import Row
 
 
 class RowLedger:
-    """A ledger without thread, lock, clock or I/O. One thread at a time may call it.
+    """A record of all input lines that wait, that a replica holds, or whose answers are being written.
+
+    It has no thread, lock, clock or I/O. One thread at a time may call it.
 
     Args:
-        most: requests that a replica may hold. See LoadBalancer.
-        most_tokens: prompt tokens at which a replica gets no further request. See LoadBalancer.
+        most: most requests that one replica may hold, running and waiting. See LoadBalancer.
+        most_tokens: number of prompt tokens from which on a replica gets no further request. See LoadBalancer.
+
+    Attributes:
+        num_writing: number of input lines whose answers are being written to the sink.
+        stopping: True if the run was asked to stop, so that no more input lines are given out.
+        lost: the error of each lost replica, by its index.
+        failure: the first error that ends the run early; None if there is none.
     """
 
     def __init__(self, num_replicas: int, most: int, most_tokens: int) -> None:
@@ -37,7 +45,7 @@ class RowLedger:
         self.num_writing = 0
         self.stopping = False
         self.lost: dict[int, SarathiError] = {}
-        self.failure: BaseException | None = None  # the first reason to end the run early
+        self.failure: BaseException | None = None
 
     @property
     def has_replicas(self) -> bool:
@@ -46,7 +54,7 @@ class RowLedger:
 
     @property
     def room(self) -> int:
-        """The number of requests that may be given now."""
+        """The number of further requests that all replicas together can take now."""
         return self._balancer.room
 
     @property
@@ -56,12 +64,12 @@ class RowLedger:
 
     @property
     def num_queued(self) -> int:
-        """The number of input lines that wait for replica 0's engine."""
+        """The number of input lines in replica 0's queue, which its engine has not taken yet."""
         return len(self._queue)
 
     @property
     def may_give(self) -> bool:
-        """Return whether an input line waits, or may wait again after its replica is lost."""
+        """Return whether an input line waits for a replica, or could wait again if its replica is lost."""
         return bool(self._waiting) or (bool(self._given) and not self.stopping)
 
     @property
@@ -75,15 +83,15 @@ class RowLedger:
         return self._balancer.num_held(replica)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add input lines of the source. After `stop` they are dropped."""
+        """Add input lines to those that wait for a replica. After `stop` they are dropped."""
         if not self.stopping:
             self._waiting.extend(rows)
 
     def give(self) -> tuple[int, Row] | None:
-        """Give the next input line to a replica, and return both.
+        """Give the next input line to a replica.
 
         Returns:
-            None if no input line waits, or no replica has room for it.
+            The index of the replica, and the line. None if no line waits, or no replica has room for it.
         """
         if not self._waiting:
             return None
@@ -108,10 +116,16 @@ class RowLedger:
         self._queue.clear()
 
     def start_writing(self, replica: int, index: int, num_output_tokens: int) -> Row | None:
-        """Return the input line of a request that has ended, to write its answer.
+        """Take the input line of a request that has ended, to write its answer.
 
         From now on the line is given to no other replica, even if this one is lost. Call `end_writing` after the answer
-        is in the sink. None if the replica does not hold that request.
+        is in the sink.
+
+        Args:
+            index: index of the request.
+
+        Returns:
+            The input line; None if the replica does not hold that request.
         """
         if not self._balancer.holds(replica, index):
             return None
@@ -120,18 +134,21 @@ class RowLedger:
         return self._given.pop(index)
 
     def end_writing(self) -> None:
-        """Record that one more input line is in the sink."""
+        """Record that the sink has the answer to an input line that `start_writing` returned."""
         self.num_writing -= 1
 
     def may_be_late(self, replica: int, index: int) -> bool:
-        """Return whether a replica may still answer this request although it no longer holds it."""
+        """Return whether an answer to this request may still come from a replica that no longer holds it.
+
+        It may have been on its way when the replica was lost, or when the requests were aborted.
+        """
         return replica in self.lost or index <= self._newest_aborted
 
     def lose(self, replica: int, error: SarathiError) -> int | None:
-        """Return the requests of a lost replica to those that wait. After `stop`, drop them.
+        """Record that a replica was lost. The requests that it held wait again. After `stop` they are dropped.
 
         Returns:
-            The number of these requests; None if the replica was lost before.
+            The number of these requests; None if the replica had already been lost.
         """
         if replica in self.lost:
             return None
@@ -149,14 +166,14 @@ class RowLedger:
         self._remove(replica)
 
     def _remove(self, replica: int) -> list[Row]:
-        """Give no more requests to a replica. Return the input lines that it held."""
+        """Give no more requests to a replica. Remove the input lines that it held from the record, and return them."""
         rows = [self._given.pop(request.index) for request in self._balancer.lose(replica)]
         if replica == 0:
             self._queue = deque(row for row in self._queue if row.request is None)
         return rows
 
     def fail(self, error: BaseException) -> BaseException:
-        """Record an error that ends the run, unless there is one already. Return the first error."""
+        """Record an error that ends the run. If there is an earlier one, keep that. Return the error that is kept."""
         if self.failure is None:
             self.failure = error
         return self.failure
@@ -167,7 +184,10 @@ class RowLedger:
         self._waiting.clear()
 
     def abort(self) -> None:
-        """Forget every input line that is not being written. Forget the failure too, unless no replica is left."""
+        """Forget every input line, except those whose answers are being written.
+
+        Forget the failure too, unless no replica is left.
+        """
         self._newest_aborted = self._newest_given
         self._waiting.clear()
         self._given.clear()

@@ -14,7 +14,7 @@ class Activity:
     """The phase that this process is in. One thread changes it, any thread reads it.
 
     Attributes:
-        awaited: the ranks that this one waits for, with their phase; empty if it does not wait.
+        awaited: text that names the ranks that this one waits for, with their phase; empty if it does not wait.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class Activity:
 
     @property
     def name(self) -> str:
-        """The phase, or the wait for other ranks, without the part that changes meanwhile."""
+        """The name of the phase, or of the wait for other ranks, without the detail, which changes meanwhile."""
         return self.awaited.partition(": ")[0] or self._phases[-1][0]
 
     @property
     def own(self) -> str:
-        """The phase of this process with its detail, whether or not it waits for other ranks."""
+        """The phase of this process with its detail. It does not show the ranks that this process waits for."""
         name, detail = self._phases[-1]
         return ": ".join(filter(None, (name, str(detail))))
 
     @property
     def text(self) -> str:
-        """The ranks that this one waits for if there are any; otherwise its own phase."""
+        """The text for the user: the ranks that this one waits for if there are any; otherwise its own phase."""
         return self.awaited or self.own

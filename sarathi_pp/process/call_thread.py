@@ -1,10 +1,10 @@
-"""A thread that runs the calls of a long-lived object, one after the other.
+"""A thread that runs the calls of a long-lived object, such as the Python API's LLM, one after the other.
 
     caller         submit ---- wait ------- KeyboardInterrupt: cancel, wait a little, raise
     this thread          `- work ..................................`- ends itself, tidies up
 
-Python delivers signals to the main thread, between any two of its bytecodes. Work in another thread ends only by
-its own exceptions, so it can keep its state in order.
+Python runs signal handlers in the main thread, between any two of its bytecodes. So work in the main thread could stop
+halfway. Work in another thread ends only by its own exceptions, so it can keep its state in order.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from typing import Any, Generic, TypeVar
 
 from sarathi_pp.trace.clock import SystemClock
 
-# How often a waiting caller checks whether the work has ended.
+# Seconds between two checks of a waiting caller for the end of the work.
 _LOOK_S = 0.2
 
 T = TypeVar("T")
 
 
 class CancelledError(Exception):
-    """Raised by work whose caller no longer waits for it."""
+    """The end of work whose caller no longer waits for it."""
 
 
 class Call(Generic[T]):
-    """Some work, with its result or its exception."""
+    """A function that a CallThread runs, with its result or its exception.
+
+    Args:
+        work: the function. It gets this Call, and should call its `check` regularly.
+
+    Attributes:
+        submitted: True after the call was given to a thread.
+    """
 
     def __init__(self, work: Callable[[Call[T]], T]) -> None:
         self.submitted = False
@@ -42,6 +49,7 @@ class Call(Generic[T]):
         self._raised: BaseException | None = None
 
     def cancel(self) -> None:
+        """Let the work end at its next `check`, because the caller no longer waits for it."""
         self._cancelled = True
 
     def check(self) -> None:
@@ -50,6 +58,7 @@ class Call(Generic[T]):
             raise CancelledError
 
     def run(self) -> None:
+        """Run the work in this thread, and keep its result or exception for `result`."""
         try:
             self.check()
             self._returned.append(self._work(self))
@@ -59,10 +68,14 @@ class Call(Generic[T]):
         self._running.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether the work has ended within that time."""
+        """Wait until the work has ended, or timeout_s has passed. Return whether it has ended.
+
+        Args:
+            timeout_s: most seconds to wait; None for no limit.
+        """
         end_s = math.inf if timeout_s is None else SystemClock().now() + timeout_s
         while not self._over and (left_s := end_s - SystemClock().now()) > 0:
-            # Wait in short steps: an interrupted caller may have kept the lock.
+            # Wait in short steps: a caller that was interrupted here may hold the lock and never release it.
             if self._running.acquire(timeout=min(left_s, _LOOK_S)):
                 self._running.release()
         return self._over
@@ -75,19 +88,20 @@ class Call(Generic[T]):
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame
+            del error  # its traceback refers to this frame, and so keeps all objects here alive
 
 
 class CallThread:
     """A thread that runs calls in the order in which they were submitted. It does not keep the interpreter alive."""
 
     def __init__(self, name: str) -> None:
-        # It must be a SimpleQueue: a signal handler may raise while the main thread puts something into it.
+        # A SimpleQueue stays usable if a signal handler raises while the main thread puts a call into it.
         self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Call[T]) -> None:
+        """Give a call to the thread. Return at once."""
         self._calls.put(call)
         call.submitted = True
 
@@ -108,4 +122,4 @@ class CallThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
-            del call  # its objects must not live until the next call comes
+            del call  # otherwise the objects of this call would stay in memory until the next call comes

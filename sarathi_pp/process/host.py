@@ -7,9 +7,9 @@ limit of a group holds for all groups inside it, so every ancestor that is visib
     /proc/self/mountinfo   ... / /sys/fs/cgroup ... - cgroup2 ...  where that hierarchy is mounted
         -> /sys/fs/cgroup/slurm/job_7/step_0, .../slurm/job_7, .../slurm, /sys/fs/cgroup
 
-A controller is in the hierarchy of version 1 that is mounted for it, otherwise in that of version 2. Files that are
-missing or cannot be parsed limit nothing. See Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst in
-Linux. This module does not import torch.
+A controller ("memory" or "cpu") is in the hierarchy of version 1 that is mounted for it, otherwise in that of version
+2. Files that are missing or cannot be parsed limit nothing. See Documentation/admin-guide/cgroup-v2.rst and
+cgroup-v1/memory.rst in Linux. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MemoryPool:
     Attributes:
         id: equal for two processes exactly if they share the pool.
         title: name of the pool for messages.
-        free_bytes: bytes that are free now, with the page cache that the kernel can drop.
+        free_bytes: bytes that are free now, including the page cache, which the kernel can drop.
     """
 
     id: str
@@ -62,7 +62,11 @@ def machine_id(root: Path = ROOT) -> str:
 
 
 def host_id() -> str:
-    """Return an id that differs for hosts of equal name, and for containers of one host with different names."""
+    """Return a text that identifies the host of this process: its name, and the id of the kernel that runs it.
+
+    The kernel's id differs between two hosts of equal name. The name differs between containers of one host, unless
+    they were given the same name.
+    """
     return f"{os.uname().nodename} {machine_id()}"
 
 
@@ -79,7 +83,7 @@ def memory_pools(root: Path = ROOT) -> tuple[MemoryPool, ...]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs that cgroups allow this process, which may be a fraction; None without a limit."""
+    """Return the number of CPUs that cgroups allow this process, such as 1.5; None without a limit."""
     quotas = (_quota(group) for group in _groups(root, "cpu"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -87,15 +91,15 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 def usable_cpus(root: Path = ROOT) -> int:
     """Return the number of CPUs for this process: those of its affinity mask, or its quota if that is less.
 
-    The quota is rounded to the nearest whole number, at least 1. With one thread more than the quota, all threads are
-    stopped for a part of each period. With one thread less, a part of the quota is never used.
+    The quota is rounded to the nearest whole number, at least 1. With one thread more than the quota, the kernel stops
+    all threads for a part of each scheduling period. With one thread less, a part of the quota is never used.
     """
     allowed, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
     return allowed if quota is None else max(1, min(allowed, math.floor(quota + 0.5)))
 
 
 def _host_free_bytes(root: Path) -> int:
-    """Return MemAvailable, or the free pages if /proc does not exist."""
+    """Return the free memory of the host: MemAvailable of /proc/meminfo, or all free pages if /proc does not exist."""
     for line in _text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         number = value.strip().removesuffix(" kB")
@@ -117,13 +121,15 @@ def _free_bytes(group: _Group) -> int | None:
         return None
     usage = _number(_text(group.folder / usage_name)) or 0
     stat = (line.split() for line in _text(group.folder / "memory.stat").splitlines())
-    # The kernel drops both before it refuses memory: a file that was read twice, such as weights, is active.
+    # The kernel drops both parts of the page cache before it refuses memory. Files that were read twice, such as
+    # weights, are in active_file.
     dropped = (f"{prefix}inactive_file", f"{prefix}active_file")
     cache = sum(_number(line[1]) or 0 for line in stat if len(line) == 2 and line[0] in dropped)
     return max(0, limit - max(0, usage - cache))
 
 
 def _quota(group: _Group) -> float | None:
+    """Return the number of CPUs that a cgroup allows, which may be a fraction; None without a limit."""
     if group.version == 1:
         fields = [_text(group.folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
     else:
@@ -137,7 +143,7 @@ def _quota(group: _Group) -> float | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """Yield this process's cgroup of a controller, and the visible cgroups around it."""
+    """Yield this process's cgroup of a controller, and then the visible cgroups that contain it, inner ones first."""
     found = _own_group(root, controller)
     if found is None:
         return
@@ -154,7 +160,11 @@ def _groups(root: Path, controller: str) -> Iterator[_Group]:
 
 
 def _own_group(root: Path, controller: str) -> tuple[int, str, str, str] | None:
-    """Return the version, this process's path, the mount root and the mount point of a controller's hierarchy."""
+    """Return the hierarchy of a controller, and this process's cgroup in it; None if no hierarchy is mounted.
+
+    Returns:
+        The hierarchy's version (1 or 2), the path of this process's cgroup, and the root and point of the mount.
+    """
     lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
     paths = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
     mounts = [mount.split() for mount in _text(root / "proc/self/mountinfo").splitlines()]
@@ -170,7 +180,10 @@ def _own_group(root: Path, controller: str) -> tuple[int, str, str, str] | None:
 
 
 def _is_of(mount: list[str], version: int, controller: str) -> bool:
-    """Return whether a mountinfo line matches: `id parent device root place options [tags] - type source options`."""
+    """Return whether a line of mountinfo mounts the hierarchy of this version that has the controller.
+
+    The fields of a line are: `id parent device root place options [tags] - type source options`.
+    """
     if "-" not in mount[6:]:
         return False
     rest = mount[mount.index("-", 6) + 1 :]
@@ -188,11 +201,12 @@ def _below(path: str, mount_root: str) -> str | None:
 
 
 def _number(text: str) -> int | None:
-    """Return a count; None for `max`, -1 and any other text that is not a number."""
+    """Return the number that a cgroup file contains; None for `max`, -1 and any other text that is no number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -200,6 +214,7 @@ def _text(path: Path) -> str:
 
 
 def _link(path: Path) -> str:
+    """Return the target of a symbolic link; empty if it cannot be read."""
     try:
         return os.readlink(path)
     except OSError:

@@ -4,9 +4,10 @@
     SIGTERM, SIGUSR1, SIGHUP, SIGQUIT    the same within DRAIN_S, because batch systems give 30 s; exit 75
     any of them a second time, or while there is nothing to finish yet: the process ends
 
-A separate thread notices them, because the main thread may be inside a library, in which no Python handler runs. The
-wake-up descriptor is written at once. Only the coordinator's rank drains. The other ranks keep serving it, and end with
-it.
+A separate thread notices signals, because the main thread may be inside a library, in which no Python handler runs. The
+interpreter writes the number of each signal to a socket at once (signal.set_wakeup_fd), and the thread reads it. Only
+rank 0 drains the run, which means that it finishes the running requests. The other ranks keep serving it, and end when
+it ends.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from sarathi_pp.errors import StoppedError
 from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.trace.clock import SystemClock
 
+# Most seconds for which a run finishes its running requests after a signal.
 DRAIN_S = 20.0
-# Draining, and the time to write down how the run ended.
+# Most seconds from the first signal to the end of the process: to drain, and to write down how the run ended.
 _AT_MOST_S = DRAIN_S + 5.0
-# Time for the main thread to end on its own. A lost peer is noticed within it too. The name of that peer says more than
-# the signal that its launcher then sends.
+# Seconds for the main thread to end on its own. If another rank has died, this process notices that in this time, and
+# its message names the rank. This says more than the name of the signal, which the launcher sends after such a loss.
 _GRACE_S = 2.0
-# A batch system signals every process of a job. The launcher is one of them, and signals rank 0 once more.
+# A batch system signals every process of a job. The launcher is one of them, and signals rank 0 once more. So the same
+# signal within this number of seconds counts once, except Ctrl-C.
 _ECHO_S = 0.3
+# Seconds for which `pause` waits.
 _PAUSE_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
@@ -45,7 +49,7 @@ class Asked:
     Attributes:
         number: number of the signal.
         at_s: time at which it came.
-        until_s: time until which running requests may be finished.
+        until_s: time until which running requests may be finished; infinite without a limit.
     """
 
     number: int
@@ -56,7 +60,9 @@ class Asked:
 class StopRequests(Protocol):
     """The state that shows whether a run was asked to stop."""
 
-    def asked(self) -> Asked | None: ...
+    def asked(self) -> Asked | None:
+        """Return the signal that asked the run to stop; None if none has come."""
+        ...
 
 
 class _NeverAsked:
@@ -83,7 +89,7 @@ def stoppable(what: str) -> Iterator[None]:
     code.
 
     Args:
-        what: name of what ends, for the message.
+        what: the part of the program that ends, such as "the run". It begins the message of the error.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -105,8 +111,9 @@ def stoppable(what: str) -> Iterator[None]:
 def ignore_signals() -> None:
     """Ignore signals from here on. Call it when the exit code of the process is decided.
 
-    Python handlers are not enough: the interpreter removes them before it has ended, and then a signal kills the
-    process. Outside the main thread, handlers cannot be set, and nothing changes.
+    Signal handlers in Python would not do. The interpreter removes them before it has ended, and then a signal would
+    kill the process and change its exit code. Outside the main thread, this function does nothing, because Python
+    changes the handling of signals only in the main thread.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
@@ -114,14 +121,15 @@ def ignore_signals() -> None:
 
 
 class Signals:
-    """The signals of this process, and how it handles them.
+    """A handler of this process's signals. Its phase decides what a signal does: starting, running or ending.
 
     Args:
-        where: name of what ends, for messages.
-        watchdog: ends this process in time.
-        launched: True if our own launcher started this process, and not as the first. The launcher then ends it by
-            SIGKILL.
-        hurried: True if an agent started this process that waits 30 s after any signal.
+        where: name of this process, which begins the messages.
+        watchdog: ends this process if it does not end on its own in time.
+        launched: True if our own launcher started this process and it is not rank 0. It then ignores all signals,
+            because the launcher ends it by SIGKILL.
+        hurried: True under torchrun, whose agent kills its ranks 30 s after any signal. Then draining has a deadline
+            after Ctrl-C too.
     """
 
     def __init__(
@@ -147,7 +155,7 @@ class Signals:
 
     @property
     def has_run(self) -> bool:
-        """Return whether there has been anything to finish."""
+        """Return whether the run has started, so that there were requests to finish."""
         return self._phase != "starting"
 
     def announce(self, announcer: Announcer) -> None:
@@ -157,7 +165,7 @@ class Signals:
             announcer.say(self._asked)
 
     def pause(self) -> None:
-        """Wait a moment for another process. Raise StoppedError if there was a signal."""
+        """Wait a moment, in a loop that waits for another process. Raise StoppedError if a signal has come."""
         self._clock.sleep(_PAUSE_S)
         if self._asked is not None:
             raise StoppedError.by(self._asked.number, self._where)
@@ -187,7 +195,10 @@ class Signals:
                 thread.join()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread, as soon as that thread runs Python code again."""
+        """Raise KeyboardInterrupt or StoppedError in the main thread, unless there is something to finish first.
+
+        Python calls this as soon as the main thread runs Python code again.
+        """
         if self._launched or self._phase == "running" or (self._phase == "ending" and number != signal.SIGINT):
             return
         if _put_off(number, frame):
@@ -196,9 +207,9 @@ class Signals:
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """Mark that there are requests to finish inside the block.
+        """Set the phase to "running" inside the block, because there are requests to finish. After it, set "ending".
 
-        After a signal, the caller of `asked` finishes them, or the rank that this one serves does.
+        On rank 0, the engine calls `asked`, and finishes the requests after a signal. Another rank serves until then.
         """
         self._phase = "running"
         try:
@@ -207,6 +218,7 @@ class Signals:
             self._phase = "ending"
 
     def _watch(self, woken: socket.socket) -> None:
+        """Handle each signal whose number comes through the socket, until the other end is shut down."""
         with suppress(OSError):
             while numbers := woken.recv(64):
                 for number in numbers:
@@ -214,6 +226,7 @@ class Signals:
                         self._heed(number)
 
     def _heed(self, number: int) -> None:
+        """Record a signal, announce the first one, and set the time at which the watchdog ends the process."""
         error, now_s, first = StoppedError.by(number, self._where), self._clock.now(), self._asked is None
         patient = number == signal.SIGINT and not self._hurried
         if self._asked is not None and number == self._asked.number != signal.SIGINT:
@@ -235,10 +248,10 @@ class Signals:
 
 
 def _put_off(number: int, frame: FrameType | None) -> bool:
-    """Return whether an exception would be lost now, because an object is being finalised.
+    """Return whether a `__del__` method is running. If so, send the signal again a little later.
 
-    If it would, send the signal again a little later. Python shows and forgets every exception of a finaliser.
-    Libraries have many finalisers while they are imported.
+    An exception that is raised now would be lost, because Python only prints exceptions of `__del__` methods. Many of
+    them run while libraries are imported.
     """
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

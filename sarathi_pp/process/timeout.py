@@ -1,4 +1,4 @@
-"""Calls with a timeout, for functions that have none, such as `check` of a TCPStore (torch 2.13)."""
+"""Calls with a timeout, for functions that have none, such as the `check` method of torch's TCPStore (torch 2.13)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 def call_with_timeout(call: Callable[[], T], timeout_s: float, late: T) -> T:
     """Return the call's result or raise its exception. Return `late` if it takes longer than timeout_s.
 
-    A late call continues in a daemon thread, which ends with the process.
+    A call that takes longer continues in a daemon thread, which ends with the process. Its result is dropped.
     """
     returned: list[T] = []
     raised: list[BaseException] = []

@@ -1,9 +1,9 @@
-"""A watchdog that ends the process in bounded time after a lost peer or a signal, whatever the main thread does.
+"""A watchdog that ends the process in bounded time after the loss of another rank or a signal.
 
 The thread that notices the loss reports it here. The main thread usually gets the same error at its next receive and
 ends in order. It may not do so within the grace time, because of a long computation or a send that no rank receives.
 Then the watchdog writes the exit code, the message and the stacks of all threads, as far as this is possible. After
-that it ends the process itself.
+that it ends the process itself, whatever the main thread does.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ from typing import Protocol
 from sarathi_pp.errors import PeerLostError, SarathiError
 from sarathi_pp.trace.clock import SystemClock
 
+# Seconds for the main thread to end on its own after the loss of another rank.
 GRACE_S = 2.0
+# Most seconds for the exit code, the message and the stacks, before the process ends without them.
 _TELL_S = 2.0
+# Seconds between two checks for the launcher's process.
 _PARENT_CHECK_S = 1.0
+# File descriptor of standard error.
 _STDERR = 2
 
 
 class Leaver(Protocol):
     """A recorder and reporter of the reason why the watchdog is about to end the process."""
 
-    def leave(self, error: SarathiError) -> None: ...
+    def leave(self, error: SarathiError) -> None:
+        """Write the exit code of the error, and then its message."""
+        ...
 
 
 class Watchdog:
@@ -51,7 +57,10 @@ class Watchdog:
         self._ended = threading.Event()
 
     def report_loss(self, error: SarathiError) -> None:
-        """Report a lost peer. Only the first report counts, because the others are its echo."""
+        """End the process after GRACE_S, because another rank was lost.
+
+        Only the first report counts. The ranks that are lost after it usually end because of that first loss.
+        """
         with self._lock:
             if self._leaver is None or self._peer is not None or self._dismissed:
                 return
@@ -68,6 +77,7 @@ class Watchdog:
             self._signal, self._signal_end_s = self._started(grace_s, error), end_s
 
     def _started(self, grace_s: float, error: SarathiError) -> threading.Timer:
+        """Start a timer that ends the process after grace_s, and return it."""
         timer = threading.Timer(grace_s, self._end, (error, grace_s > 0))
         timer.daemon = True
         timer.start()
@@ -89,7 +99,10 @@ class Watchdog:
         threading.Thread(target=watch, name="follow parent", daemon=True).start()
 
     def dismiss(self) -> None:
-        """Let peers leave, because the run is over in order, or the main thread handles the error."""
+        """Ignore the loss of other ranks and of the launcher from now on. Timers of signals stay.
+
+        Call it when the run is over in order, or when the main thread handles the error itself.
+        """
         with self._lock:
             self._dismissed = True
             self._ended.set()
@@ -104,6 +117,13 @@ class Watchdog:
                 self._signal.cancel()
 
     def _end(self, error: SarathiError, stuck: bool = False, scratch: Path | None = None) -> None:
+        """Record and show an error, and end the process with its exit code.
+
+        Args:
+            stuck: show the stacks of all threads too, because the main thread has not ended on its own.
+            scratch: temporary directory to remove.
+        """
+
         def tell() -> None:
             if self._leaver is not None:
                 self._leaver.leave(error)
@@ -124,7 +144,8 @@ class Watchdog:
 def _show_stacks() -> None:
     """Write the stacks of all threads to standard error, by way of a file in memory.
 
-    While faulthandler writes, it holds the interpreter's lock, and stops every other thread.
+    faulthandler holds the interpreter's lock while it writes. If it wrote to a pipe without a reader, it would stop
+    every other thread.
     """
     with open(os.memfd_create("stacks"), "w+b") as stacks, suppress(OSError):
         faulthandler.dump_traceback(stacks, all_threads=True)

@@ -155,13 +155,13 @@ def test_a_head_is_a_span_of_the_first_stage_and_a_result_like_any_other() -> No
 @pytest.mark.parametrize(
     "answer, what",
     [
-        (lambda frame: HeadFrame(1, 1, times(frame)), "the head of m1 came to the first stage, which waits for m0"),
-        (lambda frame: HeadFrame(0, 2, times(frame)), "the head of m0 came with 2 rows, not 1"),
-        (lambda frame: HeadFrame(0, 0, times(frame)), "the head of m0 came with 0 rows, not 1"),
-        (lambda frame: HeadFrame(0, 1, frame.stage_times), "result 0 has times of 1 stages, not of 2"),
+        (lambda frame: HeadFrame(1, 1, times(frame)), "rows of microbatch 1 came .* which waits for m0"),
+        (lambda frame: HeadFrame(0, 2, times(frame)), "2 rows came for the LM head of microbatch 0, which draws 1"),
+        (lambda frame: HeadFrame(0, 0, times(frame)), "0 rows came for the LM head of microbatch 0, which draws 1"),
+        (lambda frame: HeadFrame(0, 1, frame.stage_times), "microbatch 0 has times of 1 stages; the pipeline has 2"),
         (
             lambda frame: StepResult(0, (), times(frame)),
-            "result 0 came although the first stage computes the LM head",
+            "tokens of microbatch 0, although its LM head belongs to the first stage",
         ),
     ],
 )

@@ -36,7 +36,7 @@ class Agreement:
         """Run this rank's part inside the block, and wait for the other ranks at its end.
 
         The part may compute or read for any time. An error on any rank is raised on all ranks, so that no rank waits
-        for one that left.
+        for a rank that has ended.
 
         Args:
             phase: the rank's activity, as a phrase that continues "while it was ...".

@@ -192,7 +192,7 @@ class ControlPlane:
         return group
 
     def surrounded(self, backend: str) -> AbstractContextManager[None]:
-        """Set environment variables so that a communicator listens only on this rank's interface."""
+        """Set environment variables inside the block, so that a new communicator listens only on this interface."""
         return surrounded(backend, self._connected.interface.name, self.env.nccl_interface)
 
     def exchange(self, facts: Mapping[str, Any], *, with_timeout: bool = False) -> list[dict[str, Any]]:

@@ -184,7 +184,10 @@ def _launcher(environment: Mapping[str, str]) -> int | None:
 
 
 def _is_agent(environment: Mapping[str, str], parent: int) -> bool:
-    """Return whether the parent is torchrun's agent itself, and not a program that the agent has started."""
+    """Return whether the parent is torchrun's agent itself, and not a program that the agent has started.
+
+    The agent sets TORCHELASTIC_RUN_ID only for its children, so a parent that was started with it is not the agent.
+    """
     try:
         inherited = b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes()
     except OSError:

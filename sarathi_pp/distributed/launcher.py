@@ -97,7 +97,7 @@ class Workers:
             self._processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=given)
 
     def ended(self) -> dict[int, str]:
-        """Return how each rank has ended that no longer runs, such as "ended with exit code 2", by rank."""
+        """Return a text for each rank that no longer runs, such as "ended with exit code 2", by rank."""
         codes = {rank: process.poll() for rank, process in list(self._processes.items())}
         return {
             rank: f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"

@@ -20,7 +20,7 @@ from sarathi_pp.errors import ConfigError
 
 T = TypeVar("T")
 
-# Measured with torch 2.13, also for --rdzv-endpoint and --master-addr on loopback.
+# Observed with torch 2.13, even if --rdzv-endpoint or --master-addr is an address on loopback.
 _RENDEZVOUS = (
     "torchrun's rendezvous listens on every interface of its host and unpickles all data that it receives: block its "
     "port for untrusted hosts, or use --stages on one host"
@@ -70,7 +70,7 @@ def choose_interface(env: RankEnvironment) -> Interface:
     for name, addresses in psutil.net_if_addrs().items():
         if any(_plain(one.address) == own for one in addresses):
             return Interface(name, own)
-    if ipaddress.ip_address(own).is_loopback:  # the kernel lists one address of 127.0.0.0/8
+    if ipaddress.ip_address(own).is_loopback:  # another address of loopback than the one that the kernel lists
         return Interface(_LOOPBACK, own)
     raise ConfigError(
         f"no interface has the address {own}, from which {host} is reached; name an interface in {INTERFACE_VARIABLE}"

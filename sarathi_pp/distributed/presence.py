@@ -80,7 +80,10 @@ class Presence:
         self._wake.set()
 
     def forget(self) -> None:
-        """Forget the heartbeats seen so far, before another wait. They may be old, because this rank did not look."""
+        """Forget the heartbeats seen so far, before another wait.
+
+        A rank that has waited for this one has done no work meanwhile. It must not count as a rank that hangs.
+        """
         self._seen.clear()
 
     def awaited(self, ranks: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from sarathi_pp.trace.clock import SystemClock
 
 
 def refuse(error: SarathiError, env: RankEnvironment, join_timeout_s: float, console: Console) -> int:
-    """Report to the user and to all ranks why this rank does not join. Rank 0 then raises the same error.
+    """Report to the user and to all ranks why this rank does not join. The other ranks then raise the same error.
 
     Returns:
         The exit code for this process.

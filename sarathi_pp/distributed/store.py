@@ -19,7 +19,7 @@ def open_store(env: RankEnvironment, timeout: timedelta) -> Store:
     """Open the key-value store in which the ranks of this run find each other.
 
     Raises:
-        ConfigError: the store cannot be opened within `timeout`, or the environment has no address.
+        ConfigError: the store cannot be opened within `timeout`, or the environment has no address of rank 0.
     """
     if env.store is not None:
         return FileStore(env.store, env.world_size)

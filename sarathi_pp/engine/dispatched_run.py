@@ -154,6 +154,7 @@ class DispatchedRun:
             raise self.replicas.fail(error) from None
 
     def _share_out(self) -> None:
+        """Give input lines to replicas until none is left, and send those of other replicas to them."""
         try:
             while (given := self._next_given()) is not None:
                 replica, row = given

@@ -43,7 +43,7 @@ class Dispatcher:
         engine: engine of replica 0. It reports its progress to `progress`.
         remotes: connections to the leaders of the other replicas, in order from replica 1.
         most: most requests that one replica may hold, running and waiting. See LoadBalancer.
-        most_tokens: number of prompt tokens from which on a replica gets no further request. See LoadBalancer.
+        most_tokens: a replica that holds this number of prompt tokens gets no further request. See LoadBalancer.
         progress: adds up the progress of all replicas.
     """
 
@@ -74,7 +74,7 @@ class Dispatcher:
 
     @property
     def lost(self) -> Mapping[int, SarathiError]:
-        """The error with which each lost replica was lost, by the replica's index."""
+        """The error because of which each lost replica was given up, by the replica's index."""
         return self._ledger.lost
 
     @property
@@ -122,7 +122,7 @@ class Dispatcher:
         return self._drive_without_engine(run, source, sink)
 
     def _drive_without_engine(self, run: DispatchedRun, source: LocalSource, sink: LocalSink) -> Asked | None:
-        """Write the input lines that cannot run, until the other replicas have answered the remaining ones."""
+        """Wait until the other replicas have answered their requests. Meanwhile, write the lines that cannot run."""
         while True:
             stop = run.asked()
             for row in source.take(_REFUSED_ROWS):
@@ -159,6 +159,7 @@ class Dispatcher:
             self._replicas.fail(error)
 
     def _handle(self, replica: int, message: Message) -> None:
+        """Handle one message from the leader of a replica: its progress, or the end of a request."""
         if isinstance(message, Progress):
             self._progress.update(replica, message)
             return

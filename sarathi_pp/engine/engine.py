@@ -55,7 +55,7 @@ _SIGNAL_CHECK_S = 0.2
 # After a signal, the engine abandons the microbatches in flight if no result comes for this number of seconds. It waits
 # at least three times its longest earlier wait for a result.
 _SILENT_S = 5.0
-# Input lines taken from the source at a time. The waiting tokens are counted in between.
+# Most input lines taken from the source at a time. In between, the engine checks the number of waiting tokens.
 _ROWS_AT_A_TIME = 16
 
 
@@ -146,7 +146,7 @@ class Engine:
         self._stop_checkers = stop_checkers
         self._listener = listener or IgnoreReports()
         self._live: dict[int, _Live] = {}
-        self._token_s = 0.0  # arrival of the result that the coordinator handles
+        self._token_s = 0.0  # arrival of the result that the coordinator handles now
         self._starved: IdleReason | None = None
         self._started_s = clock.now()
         self._reported_s = self._started_s
@@ -270,7 +270,7 @@ class Engine:
             del self._live[request.index]
 
     def _admit(self, source: Source, sink: Sink) -> None:
-        """Take input lines that have arrived, up to the number that may run at once and the tokens that may wait."""
+        """Take input lines that have arrived, until max_num_seqs requests or MAX_WAITING_TOKENS tokens wait."""
         room = self._coordinator.limits.max_num_seqs - self._coordinator.num_waiting
         while room > 0 and self._coordinator.waiting_tokens < MAX_WAITING_TOKENS:
             rows = source.take(limit := min(room, _ROWS_AT_A_TIME))

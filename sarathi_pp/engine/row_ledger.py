@@ -26,7 +26,7 @@ class RowLedger:
 
     Args:
         most: most requests that one replica may hold, running and waiting. See LoadBalancer.
-        most_tokens: number of prompt tokens from which on a replica gets no further request. See LoadBalancer.
+        most_tokens: a replica that holds this number of prompt tokens gets no further request. See LoadBalancer.
 
     Attributes:
         num_writing: number of input lines whose answers are being written to the sink.

@@ -1,7 +1,7 @@
 """The host of this process, and the memory and CPUs that its control groups (cgroups) leave it there.
 
-Containers and batch systems limit processes by cgroups, of which /proc/meminfo and the affinity mask show nothing. The
-limit of a group holds for all groups inside it, so every ancestor that is visible counts:
+Containers and batch systems limit processes by cgroups. /proc/meminfo and the affinity mask do not show these limits.
+The limit of a group holds for all groups inside it, so every ancestor that is visible counts:
 
     /proc/self/cgroup      0::/slurm/job_7/step_0                 this process's group, per hierarchy
     /proc/self/mountinfo   ... / /sys/fs/cgroup ... - cgroup2 ...  where that hierarchy is mounted
@@ -47,8 +47,8 @@ class _Group:
 
     Attributes:
         version: version of its hierarchy, 1 or 2.
-        path: the kernel's name of the cgroup.
-        folder: folder with its files.
+        path: the kernel's name of the cgroup, such as /slurm/job_7.
+        folder: folder with the files of the cgroup.
     """
 
     version: int
@@ -57,7 +57,10 @@ class _Group:
 
 
 def machine_id(root: Path = ROOT) -> str:
-    """Return an id that is equal for two processes exactly if one kernel runs them: its boot id, or the host's name."""
+    """Return an id of the kernel that runs this process: its boot id, or the host's name if that cannot be read.
+
+    It is equal for two processes exactly if the same kernel runs them.
+    """
     return _text(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename
 
 

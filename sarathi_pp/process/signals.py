@@ -66,6 +66,8 @@ class StopRequests(Protocol):
 
 
 class _NeverAsked:
+    """The state of a run that no signal can stop."""
+
     def asked(self) -> None: ...
 
 
@@ -75,7 +77,9 @@ NEVER_ASKED = _NeverAsked()
 class Announcer(Protocol):
     """A listener that informs the user of a signal."""
 
-    def say(self, asked: Asked) -> None: ...
+    def say(self, asked: Asked) -> None:
+        """Show that this signal stops the run."""
+        ...
 
 
 @contextmanager
@@ -84,9 +88,9 @@ def stoppable(what: str) -> Iterator[None]:
 
     Use it while there is nothing to finish yet.
 
-    Signals that the program already handles or ignores stay as they are. So does SIGINT, which Python raises.
-    Afterwards the process only has to exit. Signals are then ignored, because they come too late to change its exit
-    code.
+    Signals that the program already handles or ignores stay as they are. So does SIGINT, for which Python raises
+    KeyboardInterrupt. After the block, the process only has to exit. Signals are then ignored, because they come too
+    late to change its exit code.
 
     Args:
         what: the part of the program that ends, such as "the run". It begins the message of the error.

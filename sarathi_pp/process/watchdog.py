@@ -42,8 +42,9 @@ class Watchdog:
     """Timers that end the process, unless it ends in order before.
 
     Args:
-        leaver: writes the exit_code file, and then the message, which may block. None: the process is not ours to end
-            (a Python program that uses us). Then only the main thread's next receive or send raises the error.
+        leaver: writes the exit_code file, and then the message, which may block. None if a watchdog must not end this
+            process, because it is the user's Python program. Then only the main thread's next receive or send raises
+            the error.
     """
 
     def __init__(self, leaver: Leaver | None) -> None:
@@ -88,7 +89,7 @@ class Watchdog:
 
         Args:
             parent: the launcher's pid.
-            scratch: the launcher's temporary directory, which only its workers can remove then.
+            scratch: the launcher's temporary directory. This process removes it, because the launcher no longer can.
         """
 
         def watch() -> None:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Signals) -> dict[str, Any]:
-    """Answer every input line. Return the facts about the lines for the report."""
+    """Answer every input line.
+
+    Returns:
+        Facts for the report: the number of resumed lines, and the signal that stopped the run.
+    """
     checked, run, clock = rank.checked, rank.run, SystemClock()
     tokenizer = checked.tokenizer()
     maker = rank.request_maker(tokenizer, display)
@@ -51,7 +55,8 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
 def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: Asked | None) -> dict[str, Any]:
     """Return the facts about the input lines for the report.
 
-    With several replicas, answers are counted here: no trace that is folded holds the answers of a lost replica.
+    In a run of one replica, the report counts answers from traces. With several replicas, they are counted here: the
+    report leaves out the traces of a lost replica, but the output has the answers of that replica.
     """
     counts = {"completed": sink.num_finished, "failed": sink.num_failed} if rank.run.replicas > 1 else {}
     return {
@@ -62,6 +67,7 @@ def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: 
 
 
 def _open_source(options: BatchOptions, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
+    """Start to read the input. Return the source of the lines that the output does not answer yet."""
     run = rank.run
     return FileSource(
         options.input_path,
@@ -76,12 +82,13 @@ def _open_source(options: BatchOptions, rank: Rank, maker: RequestMaker, journal
 
 @contextmanager
 def _opened_output(options: BatchOptions, rank: Rank, signals: Signals) -> Iterator[Journal | LateJournal]:
-    """Open the journal of a batch.
+    """Yield the journal of a batch, which is its output file with the lines written so far.
 
-    If the start is refused before its output is open, remove its files. A later start then finds nothing of it.
+    If an error refuses this start before its output is open, remove its files from the run directory. A later start
+    then finds nothing of it.
 
-    A stream may turn out to have another format when it is read. So its journal is opened for its first line, and no
-    file is made or emptied before.
+    The format of a stream is only known when it is read, and the error of a wrong format must not cost an existing
+    output. So the journal of a stream is opened at the first output line, and no file is made or emptied before.
     """
     output = _Output(options, rank, signals)
     waits = is_stream(options.input_path) and not is_stream(options.output_path) and options.start != "resume"
@@ -94,7 +101,7 @@ def _opened_output(options: BatchOptions, rank: Rank, signals: Signals) -> Itera
 
 
 class _Output:
-    """The opener of a batch's journal."""
+    """An opener of a batch's journal, which also records the run in run.json."""
 
     def __init__(self, options: BatchOptions, rank: Rank, signals: Signals) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""Options that a measured profile sets if the user did not set them. Loads no torch."""
+"""Options that a measured profile (--profile) sets if the user did not set them. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sarathi_pp.outputs.profile_file import read_profile
 
 
 def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
-    """Return the run with the profile's layer split, chunk size and inflight, unless the user set them.
+    """Return the configuration with layer split, chunk size and inflight from the profile, unless the user set them.
 
-    A run without a profile stays as it is.
+    A configuration without a profile is returned unchanged.
 
     Raises:
-        ConfigError: the profile is that of another model.
+        ConfigError: the profile was measured on another model.
         InputError: see `read_profile`.
         MissingError: see `read_profile`.
         PartitionError: see `partition_by_time`.
@@ -38,7 +38,8 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
     if found != wanted:
         raise ConfigError(
             f"--profile {config.profile} was measured on {profile.model}, of {found[0]} layers and hidden size "
-            f"{found[1]}; this model has {wanted[0]} and {wanted[1]}. Measure this model: sarathi-pp profile"
+            f"{found[1]}; this model has {wanted[0]} layers and hidden size {wanted[1]}. Measure this model with "
+            f"`sarathi-pp profile`"
         )
     return replace(
         config,
@@ -49,7 +50,7 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
 
 
 def profile_mismatch(config: RunConfig, facts: ModelFacts) -> Iterator[str]:
-    """Yield the reasons why the profile's times may be wrong for this run."""
+    """Yield a warning for each difference between profile and run because of which the profile's times may be wrong."""
     if config.profile is None:
         return
     profile = read_profile(config.profile)
@@ -80,9 +81,10 @@ def estimated_cost(
 
     Args:
         facts: facts of the whole model.
-        layers: [first, end) for each stage.
-        speed: speed of every stage's device, or one per stage; None if only the kind of device is known.
-        shards: ranks that hold each stage together.
+        layers: one range of layers per stage, [first, end).
+        page_size: tokens per KV page.
+        speed: speed of every stage's device, or one per stage; None to use typical speeds of this kind of device.
+        shards: number of ranks that hold each stage together (tensor parallelism).
     """
     mlp = read_mlp(model_dir, facts)
     return estimate_cost(
@@ -104,15 +106,17 @@ def estimated_cost(
 
 
 def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:
+    """Return the number of layers per stage with which, by the profile, all stages take about equal times."""
     load = typical_load(config.chunk_size or saturation(profile.cost))
     layers = partition_by_time(profile.num_layers, config.stages, stage_seconds(profile.cost, load, config.stages))
     return tuple(end - first for first, end in layers)
 
 
 def _chunk_size(profile: Profile, config: RunConfig) -> int | None:
-    """Return the smallest chunk size that saturates the stages.
+    """Return the smallest chunk size with which the stages reach about their best throughput (see `saturation`).
 
-    None if the policy uses no chunk size, or only as an upper limit for its own choice.
+    Returns:
+        The chunk size in tokens. None if the policy uses no chunk size, or only as an upper limit for its own choice.
     """
     policy = parse_policy(config.policy).kind
     return saturation(profile.cost) if policy.uses_chunk_size and not policy.chooses_chunk_size else None

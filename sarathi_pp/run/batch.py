@@ -1,4 +1,4 @@
-"""Batch generation: read a file of prompts, write a file of answers and a report. Each rank makes one call."""
+"""Batch generation: read a file of prompts, write a file of answers and a report. Each rank calls `run_batch` once."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ if TYPE_CHECKING:
 
 
 def run_batch(options: BatchOptions, env: RankEnvironment | None, display: BatchDisplay) -> int:
-    """Run one rank, and return the exit code of this process.
+    """Run this process as one rank of a batch, and return its exit code.
 
     Args:
         env: environment of this rank; None if it is the only rank.
+        display: shows texts of this rank to the user.
     """
     alone, env = env is None, env or RankEnvironment()
     again = is_restart(options, env)
     ended = options.run_directory().read_exit_code() if again else None
     if ended is not None and ended != PeerLostError.exit_code:
-        return ended  # torchrun restarts after every code except 0, but only a lost stage is worth it
+        return ended  # torchrun restarts after every code except 0, but a restart only helps after a lost stage (75)
     with ExitStack() as held:
         try:
             options, checked = _check(options, env, display, again)
@@ -67,6 +68,14 @@ def run_batch(options: BatchOptions, env: RankEnvironment | None, display: Batch
 def _run_checked(
     options: BatchOptions, checked: Preflight, env: RankEnvironment, display: BatchDisplay, again: bool
 ) -> int:
+    """Run a rank that has passed the checks before joining: join the others, set up, do its part, make the report.
+
+    Args:
+        again: this start is a restart of an earlier one.
+
+    Returns:
+        The exit code of this process.
+    """
     run_dir = checked.run_dir if env.rank == 0 else None
     ending = Ending(env, checked.config, display, run_dir, scratch=options.scratch, how_to_resume=options.how_to_resume)
     report: dict[str, Any] | None = None
@@ -94,7 +103,7 @@ def _run_checked(
 
 
 def _serve(rank: Rank, display: BatchDisplay) -> None:
-    """Serve rank 0, and show the part of the run that this rank computes."""
+    """Compute this rank's part of the run until rank 0 ends it. Show the user which part that is."""
     first, end = rank.run.layers[rank.coordinate.stage]
     part = f"stage {rank.coordinate.stage} of {rank.run.num_stages}, layers {first}-{end - 1}, {rank.device}"
     display.say(f"joined as {part}")
@@ -109,12 +118,15 @@ def _check(
 
     Args:
         again: this start is a restart of an earlier one.
+
+    Returns:
+        The options, changed if this start resumes an earlier one, and the facts that the checks have found.
     """
     with _refusing(options, env, again):
         if env.rank != 0:
             return options, follow(options)
         options = as_restarted(options, env, display)  # only rank 0 needs the output; other hosts may not see it
-        # A host that was lost may hold its locks for a while.
+        # If the host of an earlier start was lost, that start's locks on files may last for a while.
         if again or is_continuation(options, env):
             options = replace(options, lock_patience_s=options.config.peer_timeout_s)
         with display.activity.phase("reading the model's configuration"):
@@ -127,11 +139,15 @@ def _check(
 def _inspect(
     options: BatchOptions, env: RankEnvironment, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
-    """Do the checks that may take long, because they read the whole input or all weights."""
+    """Do the checks that may take long, because they read the whole input or all weights.
+
+    Returns:
+        `checked`, on rank 0 with the identity of this start.
+    """
     if env.rank == 0:
         with display.activity.phase(f"reading {options.input_path}"):
             checked = identify(options, checked)
-    if env.store is None and not again:  # otherwise our launcher, or the first start, has done them
+    if env.store is None and not again:  # otherwise our launcher, or the first start, has done these checks
         if env.rank == 0:
             check_lines(options, checked, display)
         if env.local_rank == 0:
@@ -142,7 +158,7 @@ def _inspect(
 def _inspect_together(
     plane: ControlPlane, options: BatchOptions, display: BatchDisplay, again: bool, checked: Preflight
 ) -> Preflight:
-    """Do the long checks while the other ranks wait. They wait as long as this rank makes progress."""
+    """Do the long checks on all ranks. A rank that is done waits for the others, as long as they make progress."""
     from sarathi_pp.distributed.agreement import Agreement
 
     with Agreement(plane).step("checking the input and the weights"):
@@ -151,15 +167,21 @@ def _inspect_together(
 
 @contextmanager
 def _refusing(options: BatchOptions, env: RankEnvironment, again: bool) -> Iterator[None]:
-    """Record the exit code of a start that is refused before it has claimed the run directory."""
+    """Write the exit code to the run directory if an error in the block refuses this start.
+
+    This start has not claimed the run directory yet. So the directory may belong to another run, whose exit code must
+    stay. See RunDirectory.write_refusal.
+    """
     try:
         yield
     except SarathiError as error:
         # torchrun ends with 1 after any failure, and stops the other ranks as soon as one has failed. They must not
-        # replace the code of the rank that failed. The first rank of a host still writes: the signal may be a user's.
+        # replace the code of the rank that failed. But the first rank of a host writes its code, because the signal may
+        # have come from the user.
         stopped = env.local_rank != 0 and isinstance(error, StoppedError)
         if env.world_size > 1 and not stopped:
-            # A signal must not interrupt the write. With several hosts this rank works on, so it keeps its handlers.
+            # A signal must not interrupt the write. With several hosts, this rank still has to report the error to the
+            # other hosts, so it keeps its signal handlers.
             if env.local_world_size == env.world_size:
                 ignore_signals()
             known = options.start != "new" or again or (env.rank == 0 and is_continuation(options, env))
@@ -168,7 +190,13 @@ def _refusing(options: BatchOptions, env: RankEnvironment, again: bool) -> Itera
 
 
 def _claim(options: BatchOptions, env: RankEnvironment, again: bool, held: ExitStack, checked: Preflight) -> Preflight:
-    """Claim the run directory on rank 0, until `held` is closed."""
+    """On rank 0, claim the run directory for this run until `held` is closed. Return the facts with that directory.
+
+    Other ranks return `checked` unchanged.
+
+    Args:
+        again: this start is a restart of an earlier one.
+    """
     if env.rank != 0:
         return checked
     claimed = RunDirectory.claim(
@@ -197,6 +225,7 @@ def end_if_finished(options: BatchOptions, checked: Preflight, display: BatchDis
 
 
 def _exit_code_of(report: dict[str, Any]) -> int:
+    """Return the exit code of a run that ended in order, from its report."""
     if report["stopped_by"] is not None:
         return StoppedError.by(Signal[report["stopped_by"]], "the run").exit_code
     failed = report["failed"] or report.get("whole_run", report)["failed"] or report["resumed"]["failed"]
@@ -204,7 +233,10 @@ def _exit_code_of(report: dict[str, Any]) -> int:
 
 
 def _show(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) -> None:
-    """Show how the run ended. If its reader is slow, a signal ends the wait without changing the exit code."""
+    """Show the report and the number of answers. Call it when the exit code is decided.
+
+    If the reader of the text is slow, a signal ends the wait for it and does not change the exit code.
+    """
     with suppress(StoppedError, KeyboardInterrupt):
         display.show(report)
         resumed = report["resumed"]

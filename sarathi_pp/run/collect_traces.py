@@ -17,7 +17,10 @@ from sarathi_pp.wire.mesh import Coordinate
 
 @dataclass(frozen=True, slots=True)
 class CollectedTraces:
-    """Traces on rank 0's disk, one per stage of each replica, and the replicas that sent none."""
+    """Paths of the traces on rank 0's disk, one per stage of each replica, and the errors of replicas that sent none.
+
+    `lost` has these errors by the replica's index.
+    """
 
     traces: list[list[Path]]
     lost: Mapping[int, SarathiError]
@@ -34,11 +37,12 @@ def gather(
     """Bring the traces of these replicas to rank 0. Each of their ranks calls this after closing its trace.
 
     Args:
-        sends: this rank's trace is not in rank 0's directory.
-        may_lose: return replicas that do not send their traces as lost, instead of raising.
+        replicas: indexes of the replicas.
+        sends: True if this rank's trace is not in rank 0's directory, so that this rank must send it.
+        may_lose: if a replica does not send its traces, rank 0 returns it in `lost` instead of raising.
 
     Returns:
-        The traces on rank 0, nothing on other ranks.
+        The traces on rank 0; empty lists on other ranks.
 
     Raises:
         PeerLostError, ProtocolError: a rank does not send its trace.
@@ -63,7 +67,11 @@ def gather(
 
 
 def _fetch(plane: ControlPlane, run_dir: RunDirectory, coordinate: Coordinate) -> Path:
-    """Wait until the rank at this coordinate has closed its trace, and return its path on this disk."""
+    """Wait until the rank at this coordinate has closed its trace, and receive the trace if it is on another disk.
+
+    Returns:
+        The path of the trace on rank 0's disk.
+    """
     path, rank = run_dir.trace_path(plane.mesh, coordinate), plane.mesh.rank(*coordinate)
     if rank != 0 and plane.receive_numbers(1, rank)[0]:
         run_dir.make(path.parent)

@@ -1,6 +1,7 @@
-"""The text that a run shows its user, and the notice at the first signal.
+"""The interface through which a run shows text to its user, and the notice after the first signal.
 
-If nothing appeared after Ctrl-C, the user would press it again, and lose the running requests.
+The notice appears at once. If nothing appeared after Ctrl-C, the user would press it again, and lose the running
+requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Display(Protocol):
     """A view of a run for its user. Only rank 0 and the first rank of each other host show more than errors.
 
     Attributes:
-        activity: the work of this process. It is shown while nothing else is shown.
+        activity: the current phase of this process. It is shown while nothing else is shown.
     """
 
     @property
@@ -40,7 +41,13 @@ class Display(Protocol):
     def progress(
         self, num_stages: int, total: int | None = None, done_before: int = 0
     ) -> AbstractContextManager[RunListener]:
-        """Show the progress of a run inside the block. See ProgressDisplay."""
+        """Show the progress of a run inside the block. Yield the listener that gets this progress.
+
+        Args:
+            num_stages: number of stages of all replicas.
+            total: number of requests of the whole input; None if it is not known.
+            done_before: number of these requests that earlier starts have finished.
+        """
         ...
 
     def show(self, report: dict[str, Any]) -> None: ...
@@ -53,7 +60,9 @@ class BatchDisplay(Display, Protocol):
         """Make the report of the run from its traces, write it to the run directory, and return it."""
         ...
 
-    def nothing_left(self, num_rows: int, num_errors: int) -> None: ...
+    def nothing_left(self, num_rows: int, num_errors: int) -> None:
+        """Show that the output already has a line for every input line: num_rows lines, num_errors of them errors."""
+        ...
 
 
 class StopNotice:

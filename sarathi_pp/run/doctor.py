@@ -1,6 +1,7 @@
-"""The parts that a run on this machine would use, and the reasons against the others.
+"""The findings of `sarathi-pp doctor`: the parts that a run on this machine would use, and why not the other parts.
 
-The findings come from the code that makes the choices in a run. Nothing is run. Each finding has one of four states:
+Parts are devices, kernels, transports and packages. The findings come from the code that makes the choices in a run. No
+model is run. Each finding has one of four states:
 
     used       a run uses it
     unused     a run does not use it, or it does not exist here
@@ -60,8 +61,8 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        topic: group of the checked thing.
-        name: name of the checked thing.
+        topic: the group of the checked part, such as "transport".
+        name: the name of the checked part, such as "nccl".
         detail: the result, for people.
         exit_code: the exit code of a refused run, otherwise 0.
     """
@@ -85,6 +86,7 @@ class Diagnosis:
         return next((one.exit_code for one in self.findings if one.state == "refused"), EXIT_OK)
 
     def document(self) -> dict[str, Any]:
+        """Return all findings as the contents of a JSON document."""
         return {
             "schema": SCHEMA,
             "sarathi_pp": sarathi_pp.__version__,
@@ -118,9 +120,13 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
 
 
 def _asked(topic: str, name: str, work: Callable[[], str], state: State = "used") -> Finding:
-    """Return a finding with the result of `work`, or with the error that it raises.
+    """Return a finding with the result of `work`, or a refused one with the error that it raises.
 
-    A failed import would end a run with the exit code of an internal error.
+    A failed import or file access gets the exit code of an internal error, with which it would end a run.
+
+    Args:
+        work: makes the check, and returns the text of the result.
+        state: state of the finding if `work` raises no error.
     """
     try:
         return Finding(topic, name, state, work())
@@ -147,7 +153,10 @@ def _software() -> Iterator[Finding]:
 
 
 def _windows() -> dict[str, Requirement]:
-    """Return the requirements of the installed package by name, without those of its extras."""
+    """Return the required versions of each package that sarathi-pp needs, by the package's name.
+
+    Packages of its extras are left out. The result is empty if sarathi-pp is not installed.
+    """
     try:
         lines = requires("sarathi-pp") or []
     except PackageNotFoundError:
@@ -210,7 +219,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def _transport(device: torch.device) -> Iterator[Finding]:
-    """Yield the transports between stages on this machine. If it has GPUs, each stage has one."""
+    """Yield one finding for each transport between stages on this machine. If it has GPUs, each stage uses one."""
     host, gpus = platform.node(), torch.cuda.device_count() if device.type == "cuda" else 0
     devices = [describe_device(torch.device("cuda", index), host, nccl=has_nccl()) for index in range(gpus)]
     chosen = choose_transport(devices if gpus > 1 else [*devices, DeviceInfo(host, None, nccl=False)] * 2)
@@ -230,7 +239,7 @@ def _transport(device: torch.device) -> Iterator[Finding]:
 
 
 def _carried(chosen: Transport, *, on_cpu: bool) -> str:
-    """Return the data that gloo carries."""
+    """Return a text about the data that gloo carries if this transport is chosen for activations."""
     if chosen.name != "gloo":
         return "carries frames"
     return (
@@ -272,7 +281,7 @@ def _packages(device: torch.device) -> Iterator[Finding]:
 
 
 def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> Iterator[Finding]:
-    """Yield the findings about a model, up to the first one that is refused.
+    """Yield the findings about a model, up to the first refused one.
 
     Args:
         told: receives the facts of a supported model, because other checks need them.

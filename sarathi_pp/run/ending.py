@@ -1,7 +1,7 @@
 """The end of a rank's process, by a signal, by its watchdog or in order, and its exit code.
 
-The code is written to the run directory before any message is shown. A message may have to wait for its reader. One
-cause has one message: a rank that only notices the end of another rank is silent.
+The code is written to the run directory before any message is shown, because a message may have to wait for its reader.
+One cause has one message: a rank that only notices the end of another rank shows none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ class Ending:
     """The facts that decide how a rank ends, and the actions at its end. The watchdog of the process calls `leave`.
 
     Args:
-        scratch: a folder that holds the run directory and is removed at the end. No code is written there.
-        how_to_resume: added to the message of a run that was stopped.
-        speaks: False for a worker of a Python program. The program gets every error too. It shows and records them.
+        console: shows errors to the user.
+        scratch: a folder that holds the run directory and is removed at the end. No exit code is written there. None if
+            the run directory is kept.
+        how_to_resume: advice that is added to the message of a run that was stopped.
+        speaks: False for a worker of a Python program. The worker then shows and records no error, because the program
+            gets every error too.
 
     Attributes:
-        code: the exit code if all goes well.
-        run_dir: the directory of the exit code. On ranks other than 0, None until rank 0 has named it.
+        code: the exit code if no error ends the process.
+        run_dir: the run directory, to which the exit code is written. On ranks other than 0, None until rank 0 has
+            named it.
         title: name of this rank in messages.
     """
 
@@ -66,7 +70,7 @@ class Ending:
         self.signals = Signals(self.title, self.watchdog, launched=launched, hurried=env.under_torchrun)
 
     def leave(self, error: SarathiError) -> None:
-        """Record and show why this process ends. Its watchdog ends it afterwards."""
+        """Record and show the error that ends this process. The watchdog calls this, and then ends the process."""
         if not self._speaks:
             return
         self.judge(error)
@@ -77,19 +81,24 @@ class Ending:
             self.say(text)
 
     def judge(self, error: SarathiError) -> None:
-        """Give an error the code 2 if the previous start failed in the same way, because schedulers restart a 75."""
+        """Set the error's exit code to 2 if the previous start failed in the same way before its first microbatch.
+
+        Batch systems restart a job that ends with 75, and another restart would not help.
+        """
         if self._speaks and error.at_start and self.run_dir is not None and self.run_dir.fails_again():
             error.exit_code = ConfigError.exit_code
             error.args = (f"{error}. The previous start ended in the same way, so another one will not help",)
 
     def note(self, code: int) -> None:
-        """Write the exit code, unless another rank knows it better."""
+        """Write the exit code to the run directory, if this rank may decide it. Remove a temporary run directory."""
         if not self._speaks:
             return
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)  # here, because a rank that fails does not return
+            # It is removed here, because a rank that fails does not return to its caller.
+            shutil.rmtree(self._scratch, ignore_errors=True)
             return
-        # A run of several replicas may end differently from one of them, and only rank 0 knows. 75 replaces no code.
+        # If one of several replicas ends, the run goes on, and only rank 0 knows its exit code. Any rank may write 75,
+        # because that never replaces another code.
         others = code == PeerLostError.exit_code or (code and self._replicas == 1)
         if self.run_dir is not None and (others or self.env.rank == 0):
             self.run_dir.write_exit_code(code)
@@ -103,6 +112,10 @@ class Ending:
         self._console.error(text)
 
     def _last_words(self, error: SarathiError) -> str:
+        """Return the message of an error.
+
+        If a signal ends the run on rank 0, add how to resume, and make the file that keeps the other ranks silent.
+        """
         text = f"{type(error).__name__}: {error}"
         if self.env.rank or not self.signals.has_run or not isinstance(error, StoppedError):
             return text
@@ -113,7 +126,7 @@ class Ending:
 
 @contextmanager
 def handle_signals(ending: Ending) -> Iterator[None]:
-    """Let signals, lost peers and the end of the launcher end this process through `ending`, inside the block."""
+    """Inside the block, let signals, lost ranks and the end of the launcher end this process through `ending`."""
     env, signals, watchdog = ending.env, ending.signals, ending.watchdog
     if env.launcher is not None:
         watchdog.follow_parent(env.launcher, Path(env.store).parent if env.store is not None else None)
@@ -130,11 +143,11 @@ def handle_signals(ending: Ending) -> Iterator[None]:
 
 @contextmanager
 def exit_code(ending: Ending) -> Iterator[None]:
-    """Let the process end with `ending.code`, or with the code of an error in the block.
+    """Write the exit code after the block: `ending.code`, or the code of an error in the block.
 
-    The error is shown once. With several ranks, this function does not return after an error or the loss of a replica.
-    Then communication threads are still inside gloo, and the interpreter would abort while it shuts down. After the
-    block, signals are ignored, so the exit code stays as it was written.
+    The error is shown, unless another rank shows it. With several ranks, the process ends here after an error or the
+    loss of a replica. Then communication threads are still inside gloo, and the interpreter would abort while it shuts
+    down. After the block, signals are ignored, so that none changes the exit code that was written.
     """
     env, message = ending.env, ""
     try:
@@ -149,7 +162,7 @@ def exit_code(ending: Ending) -> Iterator[None]:
     except KeyboardInterrupt:
         ending.code = EXIT_INTERRUPTED
     except OutputClosedError as error:
-        ending.code = error.exit_code  # the reader of our output has left, and needs no message
+        ending.code = error.exit_code  # the program that read our output has ended, and needs no message
     except SarathiError as error:
         ending.judge(error)
         ending.code = error.exit_code
@@ -169,10 +182,12 @@ def exit_code(ending: Ending) -> Iterator[None]:
 
 
 def _communicates() -> bool:
+    """Return whether a thread of this process may still be inside a transfer."""
     return any(thread.name.startswith(COMMUNICATING) for thread in threading.enumerate())
 
 
 def _leave(code: int) -> None:
+    """End the process at once, without the shutdown of the interpreter."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -16,9 +16,9 @@ class FinishedRun:
     """The traces and facts that rank 0 has after every rank has closed its trace.
 
     Attributes:
-        traces: for each replica that is left, one per stage.
-        facts: further contents of the report.
-        lost: the replicas that ended before the run did, each with its error.
+        traces: paths of the traces: for each replica that is left, one per stage.
+        facts: contents of the report that no trace holds.
+        lost: the error of each replica that was lost before the end of the run, by its index.
     """
 
     traces: Sequence[Sequence[Path]]
@@ -27,9 +27,10 @@ class FinishedRun:
     lost: Mapping[int, SarathiError]
 
     def keep(self, reports: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Write each report, and return the last one. Each report contains more than the one before.
+        """Write each report to the run directory, and return the last one.
 
-        Each is written before the next one is made. If the process is ended in between, the earlier one is on disk.
+        Each report contains more than the one before, and is written before the next one is made. If the process is
+        ended in between, the earlier one is on disk.
         """
         last: dict[str, Any] | None = None
         for last in map(self.counted, reports):
@@ -38,7 +39,10 @@ class FinishedRun:
         return last
 
     def counted(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Return the report with the requests of lost replicas, whose traces it does not contain."""
+        """Return the report with a number of requests that includes those of lost replicas.
+
+        The report was made from traces, and does not use the traces of lost replicas.
+        """
         if not self.lost:
             return report
         return report | {"requests": max(report["requests"], report["completed"] + report["failed"])}

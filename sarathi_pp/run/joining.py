@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined(env: RankEnvironment, config: RunConfig, activity: Activity | None = None) -> Iterator[ControlPlane]:
-    """Join the other ranks, and leave them if all went well.
+    """Join the other ranks, and yield the control plane, over which they talk. Close it after the block.
 
-    After an error in the block, the plane stays open. The process ends, or its program closes everything itself.
+    After an error in the block, it stays open. The process then ends, or its program closes everything itself.
 
     Args:
         activity: gets the phases of this rank until it is set up.
@@ -46,7 +46,10 @@ def joined(env: RankEnvironment, config: RunConfig, activity: Activity | None = 
 
 @contextmanager
 def ready(checked: Preflight, plane: ControlPlane, ending: Ending) -> Iterator[Rank]:
-    """Set this rank up. An error of any rank in a step of the agreement is raised on all ranks."""
+    """Set this rank up, and yield it. If one rank has an error in a common step (Agreement.step), all ranks raise it.
+
+    After an error in the block, the trace of this rank is closed and kept.
+    """
     with _uncollected():
         with plane.phase("loading libraries"):
             from sarathi_pp.run.rank import set_up

@@ -1,4 +1,4 @@
-"""A worker rank of a Python program's LLM. It serves until the program releases it."""
+"""A worker rank of a Python program's LLM. It computes its part of the model until the program closes the LLM."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from sarathi_pp.run.preflight import Preflight
 
 
 def serve_llm(config: RunConfig, console: Console) -> int:
-    """Serve as a worker, and return the exit code of this process.
+    """Run this process as a worker, and return its exit code.
 
     Raises:
         ConfigError: no Python program has started this process.
     """
     env = find_environment()
     if env is None or env.store is None:
-        raise ConfigError("only a Python program that makes an LLM can start a worker; use `sarathi-pp generate`")
+        raise ConfigError(
+            "this command runs a worker, which only the Python API's class LLM can start; use `sarathi-pp generate`"
+        )
     parse_policy(config.policy)
     model_dir = find_model(config.model)
-    # The program is on the same host. Its own directory holds the store, and now the run directory too.
+    # The program runs on the same host. It has made a temporary directory for the store. The run directory of this
+    # worker is in it too, unless the user named one.
     run_dir = RunDirectory(config.run_dir) if config.run_dir else RunDirectory.unnamed(Path(env.store).parent / "run")
     defaults = read_generation_config(model_dir, config.override_generation_config)
     checked = Preflight(config, model_dir, None, check_model(model_dir), defaults, run_dir)

@@ -20,12 +20,14 @@ _ADDRESS = "127.0.0.1"
 
 
 class MetricsServer:
-    """A server of the newest progress, until `close`. Any thread may call `update`, which never waits for a scrape.
+    """An HTTP server that serves the newest progress as metrics until `close`.
 
-    Before the first update, it serves only the number of stages.
+    Any thread may call `update`, which never waits for a scrape. Before the first update, the server serves only the
+    number of stages.
 
     Args:
         port: port on loopback. 0 picks a free one.
+        num_stages: number of stages of the run.
 
     Attributes:
         port: the port that is in use.
@@ -45,6 +47,7 @@ class MetricsServer:
         self.port: int = self._server.server_port
 
     def update(self, snapshot: Progress) -> None:
+        """Serve this progress from now on."""
         self._figures.snapshot = snapshot
 
     def close(self) -> None:
@@ -55,7 +58,7 @@ class MetricsServer:
 
 
 def check_port(port: int) -> None:
-    """Check that the port can be used. Call this before anything starts, so that nothing has to be undone.
+    """Check that the port can be used. Call this before the run starts anything, so that nothing has to be undone.
 
     Raises:
         ConfigError: the port cannot be used.
@@ -76,7 +79,7 @@ def _refused(port: int, error: OSError) -> ConfigError:
 
 
 class _Figures(Collector):
-    """The newest progress, as metric families."""
+    """The newest progress in the form that the Prometheus client reads at each scrape."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -119,7 +122,7 @@ def _request_metrics(snapshot: Progress) -> Iterator[Metric]:
 
 
 def _work_metrics(snapshot: Progress, num_stages: int) -> Iterator[Metric]:
-    """Yield the metrics of tokens, chunks and pages. Chunks and pages are the same on each stage.
+    """Yield the metrics of tokens, prefill chunks and KV pages. Those of chunks and pages are the same on each stage.
 
     A chunk counts after it has passed every stage. Each stage holds the same pages, for its own layers.
     """

@@ -1,4 +1,4 @@
-"""The options of a batch, and the checks before any process loads a model. Loads no torch."""
+"""The options of a batch, and the checks before any process loads a model. They do not import torch."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ class BatchOptions:
     """The options of a batch.
 
     Attributes:
-        start: treatment of an existing output.
+        start: treatment of an existing output: "new" refuses it, "replace" empties it, "resume" continues it.
         retry_errors: when the output is resumed, run input lines again that ended with an error.
         force: resume the output even if model, parameters or input have changed.
         strict: refuse an input with a line that cannot run.
         verify: read the weight files completely, and compare their checksums.
+        metrics_port: port of the server of metrics; None for no server.
         scratch: temporary folder of this rank's run directory, removed at the end; None if the run directory is kept.
-        how_to_resume: added to the message of a stopped run.
+        how_to_resume: advice that is added to the message of a stopped run.
         input_format: format of the input lines, as the user gave it.
-        lock_patience_s: time for which rank 0 waits for the locks of an earlier start.
+        lock_patience_s: seconds for which rank 0 waits until an earlier start has released its locks.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class BatchOptions:
     lock_patience_s: float = 0.0
 
     def run_directory(self) -> RunDirectory:
+        """Return the run directory that the user named, or the one next to the output."""
         return RunDirectory(self.config.run_dir or RunDirectory.default_path(self.output_path))
 
 
@@ -80,7 +82,9 @@ class Preflight:
         config: configuration of the run, including the profile's choices.
         model_dir: directory of the model; None if stages are emulated.
         profile: profile of emulated stages, otherwise None.
-        identity: identity of this start; empty if it writes no output that a later start could continue.
+        defaults: sampling parameters of input lines that do not set their own.
+        identity: values that a later start must share to resume the output of this one, see run_identity.py; empty if
+            no later start can resume it.
     """
 
     config: RunConfig
@@ -101,7 +105,9 @@ class Preflight:
 
 
 def preflight(options: BatchOptions) -> Preflight:
-    """Check quickly and without torch whether a batch can run. No worker has started, and no file is changed.
+    """Check quickly and without torch whether a batch can run. Return the facts that are found.
+
+    Call it before workers are started. It changes no file.
 
     Raises:
         SarathiError: the batch cannot run.
@@ -143,10 +149,10 @@ def preflight(options: BatchOptions) -> Preflight:
 
 
 def identify(options: BatchOptions, checked: Preflight) -> Preflight:
-    """Add the identity of this start. This reads the whole input.
+    """Return the facts with the identity of this start. This reads the whole input.
 
     Raises:
-        ConfigError: the output cannot be resumed.
+        ConfigError: the output cannot be resumed, because it belongs to another input or other options.
         InputError: the input cannot be read.
     """
     identity = {
@@ -163,7 +169,7 @@ def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Ide
     """Check that the existing output belongs to this input and these options.
 
     Raises:
-        ConfigError: it belongs to others, or run.json does not show it.
+        ConfigError: it belongs to another input or other options, or run.json does not record them.
     """
     remedy = "name another --output, or continue with --force"
     if not is_regular(options.input_path):
@@ -179,7 +185,8 @@ def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Ide
         return
     if not isinstance(before, dict):
         raise ConfigError(
-            f"--resume: {run_dir.path}/run.json does not record what {options.output_path} answers; {remedy}"
+            f"--resume: {run_dir.path}/run.json does not record what input and options {options.output_path} belongs "
+            f"to; {remedy}"
         )
     changed = differences(before, grown_input(before, identity, options.input_path))
     if changed:
@@ -189,9 +196,9 @@ def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Ide
 
 
 def finished_before(options: BatchOptions) -> Done | None:
-    """Return the contents of the output if a run that resumes it has nothing to do, otherwise None.
+    """Return the input lines that the output answers, if it answers all of them. Otherwise, return None.
 
-    Call it after `preflight`.
+    A run with --resume then has nothing to do. Call it after `preflight`.
 
     Raises:
         InputError: the input cannot be read, or is neither JSON Lines nor text.
@@ -234,7 +241,7 @@ def check_lines(options: BatchOptions, checked: Preflight, display: Display) -> 
 
 
 def check_weights(options: BatchOptions, display: Display) -> None:
-    """Verify the weight files if the user asked for it, once per host.
+    """Compare the weight files with their checksums if the user asked for it. One rank per host calls this.
 
     Raises:
         InputError: a file differs from its checksum or cannot be read.
@@ -251,23 +258,23 @@ def count_total(options: BatchOptions) -> int | None:
 
 
 def is_unkept(output: str) -> bool:
-    """Return whether answers go to a stream, so that no run directory is kept.
+    """Return whether answers go to a stream or device, so that no run directory is kept.
 
-    It would be in the current folder or in /dev.
+    Its usual place is next to the output file. Here that would be the current folder or /dev.
     """
     return is_stream(output) or output.startswith(("/dev/", "/proc/"))
 
 
 def follow(options: BatchOptions) -> Preflight:
-    """Return the facts that a rank other than 0 needs. It reads no input and writes no output."""
-    parse_policy(options.config.policy)  # the user's own policy may be missing on this host only
+    """Return the facts that a rank other than 0 needs. Such a rank reads no input and writes no output."""
+    parse_policy(options.config.policy)  # raises an error if the user's own policy is missing on this host
     config, model_dir, profile, facts = open_model(options.config)
     defaults = _generation_defaults(config, model_dir)
     return Preflight(config, model_dir, profile, facts, defaults, options.run_directory())
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:
-    """Return the defaults from the model's files; empty ones if stages are emulated."""
+    """Return the sampling parameters that the model's files recommend; none if stages are emulated."""
     if model_dir is None:
         return GenerationDefaults()
     return read_generation_config(model_dir, config.override_generation_config)
@@ -278,24 +285,25 @@ def check_machine(config: RunConfig) -> None:
 
     Raises:
         ConfigError: torch finds no CUDA device.
-        InputError: the profile is wrong.
+        InputError: the profile is not valid.
         MissingError: the profile cannot be read.
     """
     if config.profile is not None:
         read_profile(config.profile)
     if config.emulate is None and config.device == "cuda" and version("torch").endswith("+cpu"):
-        # torch is imported for a CPU build only. With another build, each rank notices a missing device soon enough.
+        # A CPU build of torch finds no CUDA device. It is imported only for the error that choose_device then raises.
+        # With another build, each rank notices a missing device soon enough.
         from sarathi_pp.distributed.devices import choose_device
 
         choose_device(config.device, RankEnvironment())
 
 
 def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | None, ModelFacts]:
-    """Open the model, or the profile that emulates it.
+    """Find and check the model, or read the profile of emulated stages (--emulate).
 
     Returns:
-        The configuration with the profile's choices. The model's directory, None if stages are emulated. The profile
-        of emulated stages, otherwise None. The facts of the model.
+        Four values: the configuration with the options that a profile sets; the model's directory, or None if stages
+        are emulated; the profile of emulated stages, or None; the facts of the model.
     """
     if config.emulate is None:
         model_dir = find_model(config.model)

@@ -1,4 +1,4 @@
-"""One rank of a run. It answers or serves, and brings its trace to rank 0 at the end."""
+"""One rank of a run. Rank 0 answers input lines, the other ranks compute for it. At the end, rank 0 gets all traces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ Driver = Engine | Dispatcher
 
 
 class Rank:
-    """One rank, made of finished parts (see setup.py). Use `driving` or `serve`, then `finish`."""
+    """One rank, made of finished parts (see setup.py).
+
+    Use `driving` on rank 0 and `serve` on every other rank, and then `finish`.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Rank:
         tokenizer: Tokenizer,
         listener: RunListener,
     ) -> Driver:
-        """Return rank 0's driver: the engine of the pipeline, or the dispatcher of all replicas."""
+        """Return rank 0's driver: the engine of the only pipeline, or the dispatcher of several replicas."""
         mesh = self._member.mesh
         if mesh.replicas == 1:
             return self._engine(tokenizer, listener)
@@ -126,9 +129,9 @@ class Rank:
         return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs, unknown)
 
     def serve(self) -> None:
-        """Run microbatches until rank 0 says goodbye. The leader of a replica drives its replica instead.
+        """Run microbatches until rank 0 says goodbye, its last message. Call it on every rank except rank 0.
 
-        Call it on every rank except rank 0.
+        The leader (first rank) of another replica drives that replica instead.
         """
         if self.coordinate.leads:
             self._lead(self.checked.tokenizer())
@@ -136,7 +139,7 @@ class Rank:
             self._pipeline.runner.serve(self._pipeline.upstream)
 
     def _lead(self, tokenizer: Tokenizer) -> None:
-        """Answer the requests that rank 0 sends."""
+        """On the leader of another replica, answer the requests that rank 0 sends."""
         (rank0,) = self._pipeline.remotes
         source = RemoteSource(rank0.incoming, self._member.clock, self._trace.offset.offset_s)
         sink = RemoteSink(rank0.outgoing)
@@ -156,6 +159,7 @@ class Rank:
         tokenizer: Tokenizer,
         listener: RunListener,
     ) -> Engine:
+        """Return the engine of this leader's pipeline, which reports its progress to the listener."""
         run = self.run
         policy = parse_policy(run.policy)
         return Engine(
@@ -173,7 +177,7 @@ class Rank:
         )
 
     def _known_cost(self) -> CostModel:
-        """Return the cost of the stages, as far as it is known before they run."""
+        """Return the cost model of the stages before they run: from a profile, or estimated from config.json."""
         checked, run = self.checked, self.run
         profile = checked.profile
         if profile is None and checked.config.profile is not None:
@@ -206,7 +210,7 @@ class Rank:
         """Close this rank's trace, and bring all traces to rank 0.
 
         Args:
-            facts: further contents of the report.
+            facts: on rank 0, contents of the report that no trace holds.
 
         Returns:
             The finished run on rank 0, None on other ranks.
@@ -231,10 +235,10 @@ class Rank:
         return FinishedRun(collected.traces, {**self._report_facts(), **(facts or {})}, run_dir, dict(self._lost))
 
     def run_so_far(self) -> FinishedRun:
-        """Return the traces that the ranks write, on rank 0, while the run goes on.
+        """On rank 0, return the traces that the ranks have written so far, for a report before the end of the run.
 
         Raises:
-            MissingError: a trace is not in rank 0's directory before the run ends.
+            MissingError: a rank writes its trace on another host, and sends it only at the end.
         """
         mesh, hosts = self._member.mesh, self._member.plane.hosts
         lost = dict(self._dispatcher.lost) if self._dispatcher is not None else {}
@@ -252,6 +256,7 @@ class Rank:
         return FinishedRun(traces, self._report_facts(), self._start.run_dir, lost)
 
     def _end_trace(self) -> None:
+        """Measure this rank's clock offset again, record the end of the run, and close the trace."""
         member, stage, recorder = self._member, self._stage, self._trace.recorder
         sync = sync_clocks(member.plane, member.clock, self._present(), may_lose=member.mesh.replicas > 1)
         offset = sync.offset
@@ -271,10 +276,11 @@ class Rank:
         recorder.close()
 
     def _present(self) -> list[int]:
+        """Return the indexes of the replicas that are not lost."""
         return [replica for replica in range(self._member.mesh.replicas) if replica not in self._lost]
 
     def abandon(self) -> None:
-        """Dismiss the watchdog, and keep the trace so far."""
+        """End this rank's part after an error: dismiss the watchdog, and close the trace with its events so far."""
         self._member.watchdog.dismiss()
         self._trace.abandon()
 
@@ -292,9 +298,12 @@ class Rank:
         }
 
     def _memory(self) -> dict[str, int | None]:
-        """Return the bytes of the largest KV shard, and the number of pages for which each stage has room.
+        """Return the memory figures of the report.
 
-        The bytes are None if stages are emulated and hold nothing.
+        Returns:
+            kv_cache_bytes: bytes of the KV cache on the rank that holds most; None if stages are emulated and hold
+                nothing.
+            max_pages: number of KV pages for which every rank has room.
         """
         held = None
         if self.checked.profile is None:
@@ -304,7 +313,10 @@ class Rank:
 
 
 def set_up(member: Member, start: AgreedStart) -> Rank:
-    """Make this rank: load its layers, and open its edges. All ranks raise an error of one rank in an agreed step."""
+    """Make this rank: load its layers, and open its edges, the connections to other ranks.
+
+    If a rank has an error in one of the common steps (Agreement), all ranks raise it.
+    """
     loaded = load_stage(member, start)
     run = agree_on_run(member, loaded)
     stage = make_stage(member, start, loaded, run)
@@ -319,9 +331,9 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
 
 
 def _peak_rss_bytes() -> int:
-    """Return the largest resident memory of this process image; 0 without /proc.
+    """Return the largest resident memory so far of this process, in bytes; 0 without /proc.
 
-    getrusage is not used, because its peak survives an exec.
+    getrusage is not used, because its peak includes the program that the process ran before an exec.
     """
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:

@@ -1,4 +1,8 @@
-"""A start that continues an earlier one: of the same launch, or of another agent of the same rendezvous."""
+"""Recognise a start that continues an earlier one, which was lost.
+
+A launch is one launcher, or one agent of torchrun, with all its starts of the run. The earlier start was of the same
+launch, or of another agent with the same rendezvous id.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ def is_restart(options: BatchOptions, env: RankEnvironment) -> bool:
 
 
 def is_continuation(options: BatchOptions, env: RankEnvironment) -> bool:
-    """Return whether another agent of the same rendezvous used the run directory last, and was lost.
+    """Return whether another agent of the same rendezvous used the run directory last, and its run was lost.
 
-    torchrun numbers the ranks again when hosts join or leave. So rank 0 may be on a host that has just joined. If the
-    earlier run has ended, a new run with the same rendezvous id is not a continuation.
+    torchrun numbers the ranks again when hosts join or leave. So rank 0 may be on a host that has just joined, with
+    another agent. If the earlier run has ended, a new run with the same rendezvous id is not a continuation.
     """
     run_dir, rendezvous = options.run_directory(), rendezvous_of(env.launch_id)
     launches = run_dir.launches()
@@ -33,10 +37,10 @@ def is_continuation(options: BatchOptions, env: RankEnvironment) -> bool:
 
 
 def as_restarted(options: BatchOptions, env: RankEnvironment, display: Display) -> BatchOptions:
-    """Return the options with which a restarted run continues its own answers, however it was started at first.
+    """Return the options of this start. A restart resumes the run's own answers, even if the user gave no --resume.
 
     Raises:
-        ConfigError: the output is not kept, or it should be replaced and may hold this job's own answers.
+        ConfigError: the answers are not kept. Or --overwrite would replace an output that may hold answers of this job.
     """
     if options.scratch is not None and env.restart > 0:
         raise ConfigError(
@@ -60,8 +64,8 @@ def as_restarted(options: BatchOptions, env: RankEnvironment, display: Display) 
                 f"{rendezvous_of(env.launch_id)} was lost; a new run needs another --rdzv-id (RDZV_ID)"
             )
         return replace(options, start="resume")
-    # The earlier start ended before it had opened its output. A file that exists is then the one to replace, or the
-    # run's own without a line.
+    # The earlier start ended before it had opened its output. An output that exists is then the file that --overwrite
+    # replaces, or an empty file of the earlier start.
     return replace(
         options, start="replace" if options.start == "replace" or not holds_anything(options.output_path) else "new"
     )

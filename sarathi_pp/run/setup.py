@@ -5,10 +5,10 @@
     agree_on_run     resolve the run, the same on every rank
     make_stage       allocate memory for KV pages, compile kernels
     open_trace       open this rank's trace, measure its clock's offset
-    open_pipeline    open the edges, and connect the stage to them
+    open_pipeline    open the edges (connections to other ranks), and connect the stage to them
 
-An error in a step of the agreement is raised on every rank. Opening edges and comparing clocks are not such steps. An
-error in them is raised on its own rank, and the other ranks lose that peer.
+If a rank has an error in a common step (Agreement.step), every rank raises it. Opening edges and comparing clocks are
+not such steps. An error in them is raised only on the rank that has it, and the other ranks notice that it is gone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ _log = logging.getLogger(__name__)
 # Fields of a resolved run that may differ between ranks: path of the weights, device, attention backend.
 _RANKS_OWN = ("model", "device", "attention")
 
-# Sizes of the warm-up. The extra cost of first calls does not grow with larger microbatches.
+# Most tokens of the microbatch that warms up a stage, and most earlier tokens in its attention. First calls take extra
+# time, which does not grow with larger microbatches.
 _WARM_UP_TOKENS = 256
 _WARM_UP_KEYS = 4096
 # Advice if all ranks of a host together need more memory than it has.
@@ -77,9 +78,9 @@ class Member:
     """A process that has joined the other ranks.
 
     Attributes:
-        checked: result of its earlier checks.
-        plane: its connection to the other ranks.
-        watchdog: receives reports of lost peers.
+        checked: facts that its checks before joining have found.
+        plane: control plane, over which all ranks talk during the set-up.
+        watchdog: ends the process after the loss of another rank.
     """
 
     checked: Preflight
@@ -110,8 +111,9 @@ class AgreedStart:
 
     Attributes:
         device: device of this rank.
-        devices: device of each rank.
+        devices: device of each rank, by rank.
         transport: transport of activations between stages.
+        run_dir: run directory of this rank.
     """
 
     device: torch.device
@@ -130,12 +132,12 @@ class LoadedStage:
     """The loaded layers of this rank.
 
     Attributes:
-        maker: has loaded the layers.
+        maker: the maker of this rank's stage, which has loaded the layers.
         split: layers of every stage, [first, end).
         layers: layers of this stage, [first, end).
-        shards: this rank's part of the stage; None if the rank holds the stage alone.
-        num_pages: KV pages for which each rank has room.
-        moves_head: True if the first stage has loaded the LM head too.
+        shards: the group of ranks that hold this stage together; None if this rank holds it alone.
+        num_pages: number of KV pages for which each rank has room, by rank.
+        moves_head: True if the first stage has loaded the LM head too, so that it can compute some LM heads.
     """
 
     maker: StageMaker
@@ -152,8 +154,8 @@ class OpenTrace:
     """The open trace of this rank.
 
     Attributes:
-        offset: offset of this rank's clock.
-        sends: True if the trace is not in rank 0's directory, so that it must be sent there.
+        offset: offset of this rank's clock. See ClockOffset.
+        sends: True if the trace is not in rank 0's directory, so that this rank must send it at the end.
     """
 
     recorder: Recorder
@@ -161,23 +163,30 @@ class OpenTrace:
     sends: bool
 
     def abandon(self) -> None:
-        """Close the trace, and keep the events so far."""
+        """Close the trace with the events so far, because the run ends with an error."""
         with suppress(OutputError):
             self.recorder.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """This rank's stage, connected to the others."""
+    """This rank's stage, connected to the stages of other ranks.
 
-    upstream: Receiver[torch.Tensor]  # of microbatches; on a leader, of results
+    Attributes:
+        upstream: receives microbatches from the stage before; on a leader, results from the last stage.
+        runner: computes microbatches on this rank's stage, and sends its output on.
+        remotes: streams of requests and answers: on rank 0 with the other leaders, on another leader with rank 0.
+        shared_edges: edges of the run that use shared memory, as pairs of ranks: the sender and the receiver.
+    """
+
+    upstream: Receiver[torch.Tensor]
     runner: StageRunner
-    remotes: tuple[Remote, ...]  # on rank 0, the other leaders; on another leader, rank 0
-    shared_edges: tuple[tuple[int, int], ...]  # edges of the run that use shared memory, as pairs of ranks
+    remotes: tuple[Remote, ...]
+    shared_edges: tuple[tuple[int, int], ...]
 
 
 def agree_on_start(member: Member) -> AgreedStart:
-    """Agree on software, options, devices and the run directory.
+    """Compare software, model and options of all ranks. Choose devices, transport and the run directory.
 
     Raises:
         ConfigError: ranks differ in a value that must be equal.
@@ -238,10 +247,10 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
 
 
 def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
-    """Decide the options that were left open.
+    """Decide the options that the user left open, such as the number of KV pages.
 
-    The user's own policy takes part in this, and may decide differently on different ranks. So the results are
-    compared.
+    The user's own policy class takes part in this, and may decide differently on different ranks. So the results of all
+    ranks are compared.
 
     Raises:
         ConfigError, CapacityError, PolicyError: the run cannot start.
@@ -264,7 +273,7 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
 
 
 def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> Stage:
-    """Allocate the memory for KV pages, and make the first calls, which are expensive.
+    """Make this rank's stage with its KV pages, and compute a first microbatch, which compiles kernels.
 
     Raises:
         CapacityError: a host has no room for the KV pages of all its ranks.
@@ -286,7 +295,7 @@ def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
 def open_trace(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> OpenTrace:
     """Start this rank's trace, in rank 0's directory or in this rank's own.
 
-    Only its own directory is cleared for a new run.
+    If the directory is this rank's own, remove the traces of an earlier run from it. Rank 0 does this for its own.
     """
     run_dir, agreement, clock = start.run_dir, member.agreement, member.clock
     with agreement.step("opening the run directory") as step:
@@ -315,7 +324,7 @@ def open_pipeline(
     """Open this rank's edges, and connect its stage to them.
 
     Raises:
-        PeerLostError: an edge does not open.
+        PeerLostError: another rank does not open its end of an edge.
     """
     checked, clock, mesh, shards = member.checked, member.clock, member.mesh, loaded.shards
     options = EdgeOptions(clock, StageProgress(stage), _loss_listener(member), run.peer_timeout_s)
@@ -345,6 +354,7 @@ def open_pipeline(
 
 
 def _dtype_name(checked: Preflight) -> str:
+    """Return the name of the type of weights and activations, such as "bfloat16"."""
     return checked.facts.dtype if checked.config.dtype == "auto" else checked.config.dtype
 
 
@@ -352,13 +362,13 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
     """Return the maker of this rank's stage.
 
     Raises:
-        ConfigError: the attention backend cannot run here. Its package may be installed on some hosts only.
+        ConfigError: the attention backend cannot run on this host, for example because its package is not installed.
     """
     checked, config = member.checked, member.checked.config
     moves = _may_move_head(member, start)
     if checked.profile is not None:
         return EmulatedStages(config, checked.profile, member.clock, moves_head=moves)
-    # These import transformers. That takes seconds, and an emulated run does not need it.
+    # These modules import transformers. That takes seconds, and an emulated run does not need it.
     from sarathi_pp.model.tensor_parallel import TensorShard
     from sarathi_pp.stages.model_stage import ModelStages
 
@@ -376,11 +386,12 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
 
 
 def _may_move_head(member: Member, start: AgreedStart) -> bool:
-    """Return whether LM heads may move, as far as it is known before the first stage has loaded its own."""
+    """Return whether the first stage may compute LM heads, as far as it is known before it has loaded one."""
     mesh, profile, head = member.mesh, member.checked.profile, member.checked.config.head
     if profile is not None:
         return moves_head(head, profile.device, mesh.stages, profile.tensor_parallel_size)
-    # Otherwise the last bits of logits would depend on the stage that computed them, and so on times.
+    # Measured times decide which stage computes an LM head. If the first and the last stage computed different last
+    # bits, the logits would depend on these times.
     alike = len({device_info.arithmetic for device_info in start.devices}) == 1
     return moves_head(head, "cpu" if start.on_cpu else "cuda", mesh.stages, mesh.shards) and alike
 
@@ -389,9 +400,9 @@ def _require_room(member: Member, step: Step, what: str, remedy: str) -> Sequenc
     """Return the memory that each rank needs of its device, if there is room for all of them together.
 
     Args:
-        step: its answers are the ranks' demands.
+        step: a step that has ended. Its answers are the demands of all ranks.
         what: the contents of the memory, for the message of the error.
-        remedy: advice, for the message of the error.
+        remedy: advice to the user, for the message of the error.
 
     Raises:
         CapacityError: a host has not enough memory.
@@ -428,15 +439,19 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
 
 
 def _may_share(member: Member, start: AgreedStart, run: ResolvedRun) -> bool:
-    """Return whether two ranks of a host may share memory for an edge. Its data must be on CPU."""
+    """Return whether two ranks of a host may share memory for an edge between them. Its data must be on CPU.
+
+    An edge with very many buffers cannot be in shared memory, see MAX_SLOTS.
+    """
     by_gloo = start.transport.name == "gloo" and member.checked.config.transport == "auto"
     return by_gloo and start.on_cpu and edge_buffers(run.inflight) <= MAX_SLOTS
 
 
 def _loss_listener(member: Member) -> LossListener:
-    """Return the listener for broken edges of this rank.
+    """Return the listener that this rank's edges call if the rank at their other end is lost.
 
-    Losing one of several replicas does not end the process of rank 0. Its next read or write on that edge raises.
+    It ends the process, except on rank 0 of several replicas: the loss of one of them does not end rank 0. Rank 0's
+    next read or write on that edge raises an error instead.
     """
     return IgnoreLosses() if member.mesh.replicas > 1 and member.env.rank == 0 else member.watchdog
 
@@ -446,9 +461,10 @@ def _timer(start: AgreedStart, clock: Clock) -> Timer:
 
 
 def _other_leaders(member: Member) -> list[int]:
-    """Return the leaders with which this rank exchanges requests and answers.
+    """Return the ranks with which this rank exchanges requests and answers.
 
-    Rank 0 exchanges them with the other leaders, in order, and each of these with rank 0.
+    Rank 0 exchanges them with the leaders (first ranks) of the other replicas, in order, and each of these with rank 0.
+    Every other rank gets an empty list.
     """
     mesh = member.mesh
     if not member.coordinate.leads or mesh.replicas == 1:

@@ -1,8 +1,8 @@
 """torchrun on this node, with the exit code of the run. torchrun itself returns 1 for every failure.
 
-torchrun runs inside this process and not as a child of it. So a signal reaches torchrun's agent exactly once. The
-sender may signal only the process that it started, or all processes of a job. torchrun takes its options from its own
-environment variables, PET_NNODES and so on.
+torchrun runs inside this process and not as a child of it. So a signal reaches torchrun's agent exactly once, whether a
+batch system signals only the process that it started, or all processes of a job. torchrun takes its options from its
+own environment variables, PET_NNODES and so on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
     """Run `sarathi-pp ARGUMENTS` as this node's ranks. Return the run's exit code, as far as this node knows it.
 
     Args:
-        run_dir: directory of the run. The code that rank 0 writes there names the cause, so it wins over the codes of
-            this node's ranks.
+        run_dir: directory of the run. If rank 0 writes an exit code there, that code is returned. It names the cause,
+            which the exit codes of this node's ranks may not do.
 
     Raises:
         ConfigError: the nodes did not find each other.
@@ -42,7 +42,7 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
         finally:
             ignore_signals()  # torchrun's handlers stay, and would raise while this process exits
         # This node's ranks also end with 0 if another node got the signal that stopped the run, or if input lines
-        # failed.
+        # failed. Then only the code that rank 0 has written shows this.
         code = EXIT_OK
     except ChildFailedError as error:
         code = _cause(failure.exitcode for failure in error.failures.values())
@@ -50,15 +50,21 @@ def run_agent(arguments: Sequence[str], run_dir: RunDirectory) -> int:
         code = StoppedError.by(error.sigval, "the run").exit_code
     except (RendezvousError, DistError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the nodes did not come together: {reason}") from error
+        raise ConfigError(
+            f"the nodes did not come together: {reason}; start all nodes with the same rendezvous and number of nodes"
+        ) from error
     written = run_dir.read_exit_code() if run_dir.end_mark() != before else None
     return code if written is None else written
 
 
 def _cause(codes: Iterable[int]) -> int:
-    """Return the first code that is a cause of the end; without one, the code of a lost peer.
+    """Return the exit code that names the cause of a failure, from the exit codes of this node's ranks.
 
-    A lost peer is only an echo, and so is a killed rank, because torchrun kills ranks too. Other codes are causes.
+    After the failure of one rank, the others end with 75 (a lost rank), or torchrun kills them. So only other codes
+    name the cause. Without such a code, return 75.
+
+    Args:
+        codes: exit codes of the ranks. The code of a killed rank is the negative number of the signal.
     """
     causes = [code for code in codes if code > 0 and code != PeerLostError.exit_code]
     return causes[0] if causes else PeerLostError.exit_code

@@ -11,7 +11,7 @@ cd "$root"
 source launch/setup.sh
 set_up "$root"
 
-# Seconds with AVX512-BF16. Other processors get twice as much: they took 1.8 to 2.2 times as long (AMD EPYC with AVX2).
+# Seconds with AVX512-BF16. Others get twice as much, from one quiet run of an AMD EPYC with AVX2.
 declare -A budgets=([static]=20 [pure]=20 [model]=275 [reports]=85 [runtime]=370 [faults]=230 [launch]=200)
 known=(static pure model reports runtime faults launch)
 options=()

@@ -251,7 +251,10 @@ def names_of(field_name: str) -> tuple[str, ...]:
 
 
 def options_of(field_name: str) -> tuple[str, ...]:
-    """Return the command's option for a field and its other names: `--peer-timeout` for peer_timeout_s."""
+    """Return all options of a field, the main one first: `--page-size` and `--block-size` for page_size.
+
+    The unit at the end of a field's name is left out: `--peer-timeout` for peer_timeout_s.
+    """
     own, *others = names_of(field_name)
     names = others if own.endswith(_UNITS_OF_FIELDS) else (own, *others)
     return tuple(f"--{name.replace('_', '-')}" for name in names)

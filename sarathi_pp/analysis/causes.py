@@ -9,7 +9,7 @@
                          a page or a token                                              B3
       stage imbalance  - a microbatch takes its mean over the stages on each           B4
       decode context   - decodes read the same number of keys in every microbatch
-                         that has some                                     (PB3)       B5
+                         that has decodes                                  (PB3)       B5
       prefill variance - all chunks cost the same                          (PB1)       B6
       prefill/decode   - all microbatches cost the same                    (PB2)       B7
       ramp             = B7: filling and draining the pipeline
@@ -19,11 +19,12 @@ lengthen a wait elsewhere. The nine causes add up to the measured bubble, so `un
 PB1 to PB3 are the bubbles of SARATHI (arXiv 2308.16369, section 3.3).
 
 The replay keeps what the coordinator did: the order of microbatches, and at most K of them in flight. The first stage
-is on the coordinator's own rank, so a microbatch is issued when that stage is free. The policy may have wanted fewer in
-flight than allowed, but at least one per stage. Then every replay has as few.
+is on the coordinator's own rank, so a microbatch is issued when that stage is free. A policy may have kept fewer than K
+microbatches in flight, but at least one per stage. All replays keep its waits, with no more in flight than the run had.
 
-If the first stage computed LM heads for the last one, they keep their time there, between the same two microbatches.
-They take none on the last stage. From B4 on stages are even, and there are no such LM heads.
+If the first stage computed LM heads for the last one, each takes its measured time on the first stage, between the same
+two microbatches as in the run, and no time on the last stage. From B4 on, a microbatch's mean over the stages includes
+its LM head, so the first stage computes no separate ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""A contest: several entrants do the same work in turn, for some rounds. They are our policies, and other engines.
+"""A contest: several entrants do the same work in turn, for some rounds.
+
+Entrants are sarathi-pp with different options, and other engines.
 
     work -> entrant's command -> its processes (measured: memory, and CPU time that the host took) -> one Run
 
 Every run is a new process, and starts when the machine is quiet. Its time is that of the work alone, without loading.
-Entrants alternate, so that a change of a shared host over minutes affects all of them.
+Entrants take turns, so that a change of a shared host over minutes affects all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from sarathi_pp.process.activity import Activity
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.latency import Spread
 
-# Characters of a failed command's messages that an error shows, from the end.
+# An error shows this many characters from the end of a failed command's messages.
 _TAIL = 2000
 # Seconds that a command has to end after SIGTERM.
 _GRACE_S = 10.0
@@ -44,9 +46,9 @@ class Work:
     """The work that every entrant gets.
 
     Attributes:
-        requests: all of them arrive at time 0.
-        max_num_seqs: running sequences over the whole pipeline.
-        directory: scratch files of the contest.
+        requests: all requests. They arrive at time 0.
+        max_num_seqs: most running sequences of the whole pipeline.
+        directory: folder for the contest's scratch files.
     """
 
     model: Path
@@ -66,7 +68,7 @@ class Work:
 
 
 def write_prompts(path: Path, requests: Iterable[Request]) -> None:
-    """Write requests as lines that `generate` reads. Of the sampling parameters, only the output length is kept."""
+    """Write requests as input lines of `generate`. Of the sampling parameters, only the output length is written."""
     with path.open("w") as file:
         for request in requests:
             row = {
@@ -79,10 +81,10 @@ def write_prompts(path: Path, requests: Iterable[Request]) -> None:
 
 
 class Entrant(Protocol):
-    """One way to do the work.
+    """A program that can do the work: sarathi-pp with some options, or another engine.
 
     Attributes:
-        label: unique among all entrants.
+        label: its name in the results, unique among all entrants.
     """
 
     @property
@@ -91,7 +93,7 @@ class Entrant(Protocol):
     def environment(self, work: Work) -> dict[str, str]: ...
 
     def outcome(self, work: Work, printed: str) -> tuple[Report, TokenIds]:
-        """Return the figures of a run, under the names of a report, and the output tokens per request.
+        """Return the figures of a run, with the keys of report.json, and the ids of the output tokens per request.
 
         Args:
             printed: standard output of the command.
@@ -161,10 +163,10 @@ class PeerRun:
         return self.choice.peer.environment(self.choice.python(self.peers_dir), self.choice.parameters)
 
     def outcome(self, work: Work, printed: str) -> tuple[Report, TokenIds]:
-        # The answer is the last such line. Engines may print other lines.
+        # The result is the last line that has the form of one. Engines may print other lines too.
         answered = next(filter(None, map(_answer_of, reversed(printed.splitlines()))), None)
         if answered is None:
-            raise SarathiError(f"{self.label} ended without an answer:\n{printed[-_TAIL:]}")
+            raise SarathiError(f"{self.label} ended without printing its result. It printed:\n{printed[-_TAIL:]}")
         tokens: TokenIds = answered["token_ids"]
         prompt_tokens, output_tokens = sum(prompt for prompt, _ in work.lengths()), sum(map(len, tokens))
         return {
@@ -193,8 +195,10 @@ class Run:
     """One entrant's run in one round.
 
     Attributes:
-        busy_before: share of the cores that other processes took just before the run.
-        stolen: share of the cores' time that the host took during the run.
+        round: index of the round, from 0.
+        token_ids: output tokens per request.
+        busy_before: share of the cores (0 to 1) that other processes took just before the run.
+        stolen: share of the cores' time (0 to 1) that the host gave to other machines during the run.
         peak_bytes: most memory of all its processes together, loading included.
         command_s: seconds from the start of the command to its end, loading included.
     """
@@ -212,7 +216,8 @@ class Run:
         """Return the run as JSON.
 
         Args:
-            first: outputs of the contest's first run. `same_tokens` is the share of requests with the same tokens.
+            first: output tokens of the contest's first run. The key `same_tokens` is the share of requests for which
+                this run has the same tokens.
         """
         same = sum(ours == theirs for ours, theirs in zip(self.token_ids, first, strict=True)) / len(first)
         facts = {name: getattr(self, name) for name in ("entrant", "round", "busy_before", "stolen", "command_s")}
@@ -222,12 +227,15 @@ class Run:
 def hold(work: Work, entrants: Sequence[Entrant], rounds: int, activity: Activity | None = None) -> Iterator[Run]:
     """Run all rounds and yield each run when it is over.
 
-    Every second round goes backwards. So drift of the machine does not always hit the same entrant. The same holds for
-    the state in which one entrant leaves the machine for the next.
+    Every second round takes the entrants in reverse order. Otherwise, a machine that slows down during each round would
+    always hit the last entrants. Each entrant would also always find the machine as the same other entrant left it.
+
+    Args:
+        activity: shows the current run to the user.
 
     Raises:
-        SarathiError: an entrant failed, or its outputs do not have the lengths that were asked for, so that it did not
-            do the work. The message has the end of the entrant's own messages.
+        SarathiError: an entrant failed, or its outputs do not have the requested lengths, so that it did not do the
+            work. The message has the end of the entrant's own messages.
     """
     write_prompts(work.prompts, work.requests)
     total, activity = rounds * len(entrants), activity or Activity()
@@ -273,14 +281,14 @@ def _check_lengths(label: str, work: Work, token_ids: TokenIds) -> None:
         index, wanted, found = wrong[0]
         raise SarathiError(
             f"{label} answered {len(wrong)} of {len(token_ids)} requests with a wrong number of tokens. For example, "
-            f"request {index}: {found} instead of {wanted}"
+            f"request {index} (counted from 0) has {found} output tokens instead of {wanted}"
         )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all processes that it started, those that outlived it included.
+    """End a process and all processes that it started.
 
-    Those that outlived it are found by its process group.
+    Some of them may have outlived it. These are found by its process group.
     """
     family: list[psutil.Process] = []
     if process.poll() is None:  # the contest was interrupted

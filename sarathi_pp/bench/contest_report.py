@@ -1,4 +1,7 @@
-"""The document of a contest: all runs, each entrant's medians over the rounds, and the floor of the machine."""
+"""The document of a contest: all runs, each entrant's medians over the rounds, and the floor.
+
+The floor is the least time in which the machine can do the work.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from sarathi_pp.analysis.summary import RUNS_SCHEMA, Report
 
-# The path of each figure in a run.
+# For each figure of an entrant, the keys that lead to it in the JSON of a run.
 _FIGURES = {
     "total_tokens_per_s": ("total_tokens_per_s",),
     "wall_s": ("wall_s",),
@@ -27,8 +30,8 @@ def contest_document(runs: Sequence[Report], floor_s: float, **facts: Any) -> di
 
     Args:
         runs: in the order in which they ran, with `entrant` and `round`.
-        floor_s: the least time in which the machine can do the work.
-        facts: keys that describe all runs.
+        floor_s: the least seconds in which the machine can do the work.
+        facts: further keys of the document, which describe all runs.
     """
     names = list(dict.fromkeys(run["entrant"] for run in runs))
     of = {name: [run for run in runs if run["entrant"] == name] for name in names}

@@ -19,8 +19,8 @@ from sarathi_pp.core.cost.model import CostModel
 class Floor:
     """The least seconds of arithmetic and of reading memory.
 
-    A sliding window counts as if its layers saw everything. Experts count as if each step read all of them. For such
-    models this is not quite a floor.
+    Layers with a sliding window count as if they attended to all earlier tokens. Experts count as if each step read all
+    of them. So for such models the true floor may be lower.
     """
 
     arithmetic_s: float
@@ -36,8 +36,8 @@ class Floor:
         """Return the floor of some requests.
 
         Args:
-            cost: all layers and the LM head as one stage, from the measured rates of the machine. Tiles have one token
-                and launching costs nothing, so the fixed cost is the reading of the weights.
+            cost: cost model with all layers and the LM head as one stage, from the measured rates of the machine. Its
+                tiles have one token, and launching costs nothing. So its fixed cost is that of reading the weights.
             lengths: prompt and output length per request, in tokens, each at least 1.
         """
         (whole,) = cost.stages

@@ -11,7 +11,8 @@ import psutil
 from sarathi_pp.trace.clock import SystemClock
 
 _LOOK_S = 1.0
-# Most of a core that measuring may take. A measurement walks the page tables of every process: 60 ms for 2 GB.
+# Largest share of a core's time that measuring may take. A measurement walks the page tables of every process. This
+# takes 60 ms for 2 GB.
 _MOST_SHARE = 0.01
 
 
@@ -48,9 +49,9 @@ class Footprint:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants.
+    """Return the bytes of memory of a process and its descendants; 0 if the process has ended.
 
-    Each page is divided by the number of processes that map it (PSS). 0 if the process has ended.
+    If several processes share a page, each counts an equal part of it (proportional set size, PSS).
     """
     total = 0
     with suppress(psutil.NoSuchProcess):

@@ -13,15 +13,15 @@ from torch.nn import functional
 from sarathi_pp.process.host import usable_cpus
 from sarathi_pp.trace.clock import SystemClock
 
-# Sizes of a product whose rate would not grow any more, and of an array that fits no cache.
+# Sizes of a matrix product that is large enough for the best rate, and of an array that is too large for any cache.
 _ROWS, _WIDTH = 1024, 2048
 _ARRAY_BYTES = 1 << 29
 _MEASURE_S = 1.0
 # The machine is quiet if other processes take less than this share of the cores.
 _QUIET = 0.1
-# Most seconds to wait for that.
+# Most seconds to wait until the machine is quiet.
 _PATIENCE_S = 60.0
-# Seconds over which the share is measured.
+# Seconds over which the share of other processes is measured.
 _LOOK_S = 0.5
 
 
@@ -30,7 +30,8 @@ class MachineRates:
     """The rates of all usable cores together.
 
     Attributes:
-        dtype: of the matrix products, by torch's name.
+        cores: number of cores that this process may use.
+        dtype: dtype of the matrix products, by torch's name.
         flops: floating-point operations per second of large matrix products.
         bytes_per_s: rate of reading memory.
     """
@@ -42,10 +43,10 @@ class MachineRates:
 
 
 def measure_rates(dtype: str) -> MachineRates:
-    """Measure the cores that this process may use. Each rate is the best one seen in a second.
+    """Measure the rates of the cores that this process may use. Each rate is the best one of a second of repeats.
 
     Args:
-        dtype: of the matrix products, by torch's name.
+        dtype: dtype of the matrix products, by torch's name.
     """
     cores, before = usable_cpus(), torch.get_num_threads()
     element: torch.dtype = getattr(torch, dtype)
@@ -72,7 +73,10 @@ def _least_s(call: Callable[[], object]) -> float:
 
 
 def wait_until_quiet() -> float:
-    """Wait until other processes take almost no cores, at most a minute. Return the share that they took at the end."""
+    """Wait until other processes take less than a tenth of the cores, at most a minute.
+
+    Return the share of the cores (0 to 1) that they took at the end.
+    """
     deadline_s = SystemClock().now() + _PATIENCE_S
     while True:
         busy = psutil.cpu_percent(interval=_LOOK_S) / 100
@@ -82,10 +86,10 @@ def wait_until_quiet() -> float:
 
 @dataclass
 class Stolen:
-    """The CPU time that the host gave to other machines.
+    """The CPU time that the host gave to other virtual machines.
 
     Attributes:
-        share: of the time of all cores. Set when the measurement ends.
+        share: this time as a share (0 to 1) of the time of all cores. It is set when the measurement ends.
     """
 
     share: float = field(default=0.0, init=False)
@@ -93,9 +97,9 @@ class Stolen:
 
 @contextmanager
 def stolen() -> Iterator[Stolen]:
-    """Measure the stolen time inside the block.
+    """Measure inside the block the CPU time that the host gives to other virtual machines.
 
-    On a shared virtual machine this is the largest disturbance. Linux counts it. On other systems the share stays 0.
+    On a shared host this is the largest disturbance. Linux counts it as steal time. On other systems the share stays 0.
     """
     found, before = Stolen(), psutil.cpu_times()
     yield found

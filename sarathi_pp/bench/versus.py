@@ -1,4 +1,7 @@
-"""The contest of `sarathi-pp bench`, from its options to one document, with the floor of the machine."""
+"""Run the contest of `sarathi-pp bench`, from its options to one document.
+
+The document also has the floor: the least time in which this machine can do the work.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,14 @@ class Setting:
 
 
 def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Document]]:
-    """Run the contest, and yield each run when it is over, with the document so far.
+    """Run the contest. When a run is over, yield it, and the document of all runs so far.
 
     Args:
-        activity: gets the current run, and the number of all runs.
+        activity: shows the current run and the number of all runs to the user.
 
     Raises:
-        ConfigError, MissingError: something cannot run. Raised before anything runs.
-        SarathiError: see `hold`.
+        ConfigError, MissingError: an option is wrong, or a model or an engine is missing. Raised before the first run.
+        SarathiError: an entrant failed. See `hold`.
     """
     workload = read_workload(setting.workload)
     if workload.has_arrivals:
@@ -93,10 +96,10 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
 
 
 def _entrants(setting: Setting) -> Iterator[Entrant]:
-    """Yield our own entrants in the given order, then the peers.
+    """Yield the entrants: first sarathi-pp with each combination of options, then the other engines (peers).
 
     Raises:
-        ConfigError, MissingError: a peer does not exist or cannot run.
+        ConfigError, MissingError: another engine is not known, or is not installed.
     """
     given: list[str] = []
     if setting.profile is not None:

@@ -1,10 +1,11 @@
-"""Workloads from files: the lengths of recorded requests, one JSON line each.
+"""Read workloads from files: the lengths of recorded requests, one JSON line each.
 
     {"num_prompt_tokens": 812, "num_output_tokens": 64, "arrival_s": 0.25}
 
-These are keys of `generate`'s output, so its answers are a workload. OpenAI lines work too: they count tokens in
-`usage`. Other keys are ignored. Lines with an error or without output are left out, because the pipeline did nothing
-for them. `arrival_s` is in seconds and never decreases. All lines have it, or no line.
+The output lines of `generate` have the first two keys, so an output file is a workload. Output lines in OpenAI's form
+work too: they have the numbers of tokens in `usage`. Other keys are ignored. Lines with an error or without output are
+left out, because the pipeline did nothing for them. `arrival_s` is in seconds and never decreases. All lines have it,
+or no line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.sim.workload import Workload, parse_workload
 
-# No pipeline takes a longer request. The same limit as in sim/workload.py.
+# Most prompt or output tokens of a request. The same limit as in sim/workload.py. No pipeline runs a longer request.
 _MOST_TOKENS = 10_000_000
 # A hundred years.
 _MOST_SECONDS = 3.2e9
@@ -32,10 +33,10 @@ class _Recorded(NamedTuple):
 
 
 def read_workload(text: str) -> Workload:
-    """Return a workload by its name or from a file.
+    """Return the workload that a text describes: a name with parameters, or the path of a file.
 
-    A file may also be given inside a name that takes another workload, such as "poisson:rate=2,FILE". It is read once
-    to check it and again at each use. It is never kept in memory.
+    A path may also be given inside a workload that takes another one, such as "poisson:rate=2,FILE". The file is read
+    once to check it, and again at each use. It is never kept in memory.
 
     Raises:
         ConfigError: the name is unknown or has wrong parameters, or the file holds no answered request.
@@ -86,10 +87,10 @@ def _numbered(path: Path) -> Iterator[tuple[int, _Recorded]]:
 
 
 def _of_line(where: str, data: bytes) -> _Recorded | None:
-    """Return the recorded request of a line, or None if it was not run.
+    """Return the recorded request of a line; None if the line has an error or no output.
 
     Args:
-        where: names the line, for errors.
+        where: file and line number, for errors.
     """
     try:
         record = json.loads(data)

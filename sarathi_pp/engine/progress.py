@@ -18,7 +18,7 @@ class Progress:
     Args:
         elapsed_s: time since the run's start.
         running: number of requests that run at this moment, and so hold KV pages.
-        waiting: number of requests that wait for KV pages at this moment.
+        waiting: number of requests that are read and have not started at this moment.
         prompt_tokens: prompt tokens of finished requests.
         output_tokens: output tokens of finished requests.
         tokens_computed: prompt and output tokens of results that are back, each counted once, also if it was computed

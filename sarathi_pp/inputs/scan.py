@@ -79,9 +79,9 @@ def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: b
 
 
 def _without_values(problem: RowError) -> str:
-    """Return the text of a problem without values of the line. It goes to a log, which must hold no prompt.
+    """Return the text of a problem for a log, which must hold no prompt.
 
-    The output line has the whole message.
+    It is only the problem's code if the message would quote the line. The output line has the full message.
     """
     if problem.code in _QUOTING:
         return problem.code

@@ -14,10 +14,11 @@ from sarathi_pp.errors import OutputError
 def atomic_write(path: Path, text: str, *, replace: bool = True, synced: bool = True) -> None:
     """Write a file completely or not at all.
 
-    Other threads and hosts may write it at the same moment. The last file stays. Without `replace`, the first one does.
-    On file systems without hard links, two writers without `replace` may both believe that they are the first.
+    Other threads and hosts may write the same path at the same moment.
 
     Args:
+        replace: if several files are written to the path, the last one stays; if False, the first one. On file systems
+            without hard links, two writers with False may both believe that they are the first.
         synced: let the file survive a loss of power. A busy disk may need seconds for this.
 
     Raises:
@@ -43,7 +44,7 @@ def sync(path: str | Path) -> None:
     """Write a file's contents, or the names in a folder, to disk, if the file system can do this.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the contents or names cannot be written.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -56,7 +57,10 @@ def sync(path: str | Path) -> None:
 
 
 def _linked(partial: Path, path: Path) -> bool:
-    """Link a file to its final path, and return whether a file exists there now: an earlier one or this one."""
+    """Link a complete file to its final path, unless a file exists there.
+
+    Return whether a file exists there now: an earlier one or this one. False means that links do not work here.
+    """
     try:
         os.link(partial, path)
     except OSError:

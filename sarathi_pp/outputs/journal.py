@@ -1,6 +1,6 @@
-"""The output file as the journal of a batch: whole lines, appended and synced.
+"""The journal of a run, which is its output file: whole lines are appended and synced.
 
-An input line is done once its output line is on disk.
+An input line is done when its output line is on disk.
 
     first start       {"id": ...}\\n  {"id": ...}\\n  {"id": ..          <- killed in the middle of a write
     with `resume`     `--- answered, skipped ---'  `-- torn, removed --'  `-- lines without an answer are run
@@ -39,7 +39,11 @@ _LINE_BEGINS = b'{"id":'
 
 
 def read_done(path: str) -> Done | None:
-    """Return the input lines that an output answers; None if a run must repair or refuse it. Change nothing."""
+    """Return the input lines that an output answers. Change no file.
+
+    Return None if the output cannot be read, has a line that no run wrote, or ends in the middle of a line. A run that
+    resumes it must then repair or refuse it.
+    """
     done = Done()
     try:
         with open(path, "rb") as stream:
@@ -68,7 +72,7 @@ class Journal:
 
     Args:
         done: input lines that the file already answers. It is empty unless the file was opened to resume.
-        fence: checked before each append.
+        fence: keeps this start from writing after a later one has taken the file over. None if it cannot be used.
     """
 
     def __init__(self, path: str, fd: int, done: Done, fence: Fence | None = None) -> None:
@@ -94,11 +98,12 @@ class Journal:
             path: path of the output. `-` is standard output.
             retry_errors: when resuming, drop error lines, so that their input lines run again.
             wait: called repeatedly until a named pipe has a reader, or until a lock is free. It may raise.
-            patience_s: seconds to wait for the lock. A lost host may hold it until its lease ends.
+            patience_s: seconds to wait for the lock. On a network file system, a lost host may hold it until its lease
+                ends.
 
         Raises:
-            ConfigError: the file exists and `start` is "new", or the file belongs to a running run.
-            InputError: the file should be resumed, and holds lines that no run wrote.
+            ConfigError: the file exists and `start` is "new", or another run is writing the file.
+            InputError: `start` is "resume", and the file has a line that no run wrote.
             OutputError: the file cannot be written.
         """
         if path == "-":
@@ -130,11 +135,11 @@ class Journal:
         return cls(path, fd, done, fence if fenced else None)
 
     def append(self, data: bytes) -> None:
-        """Append whole lines. If the disk is full, remove the torn last one.
+        """Append whole lines. If the disk is full, remove the last line, of which only a part was written.
 
         Raises:
             OSError: the lines cannot be written.
-            PeerLostError: a later start has taken the file over.
+            PeerLostError: a later start of this run has taken the file over.
         """
         self._check_fence()
         written = 0
@@ -171,15 +176,15 @@ class Journal:
 
 
 class Opener(Protocol):
-    """An object that opens the journal when it is needed."""
+    """An object that opens the journal at the time when it is needed."""
 
     def open(self) -> Journal: ...
 
 
 class LateJournal:
-    """A journal that is opened for its first line, because only reading shows whether a stream has input lines.
+    """A journal that is opened only for its first line. It has the methods of a Journal.
 
-    Use it as a Journal.
+    It is for input from a stream: until the stream is read, the run does not know whether there are input lines.
     """
 
     def __init__(self, path: str, opener: Opener) -> None:
@@ -191,9 +196,10 @@ class LateJournal:
         self._lock = threading.Lock()  # the first line and the end of the run may come at the same time
 
     def open(self) -> Journal:
-        """Open the journal if it is not open. Every run that ends in order has an output, even an empty one.
+        """Open the journal if it is not open. A run without output lines calls this too, to make an empty output.
 
-        It is tried once, because another run may have the file the next time. The error of the opener is raised again.
+        Opening is tried only once. After a failure, each call raises the same error, because another run might write
+        the file by then.
         """
         with self._lock:
             if self._failure is not None:
@@ -220,7 +226,11 @@ class LateJournal:
 
 
 def _repair(path: str, fd: int) -> Done:
-    """Return the input lines that the file answers. Cut off unreported bytes after its last whole line."""
+    """Return the input lines that the file answers. Cut off a torn last line: the end of an unfinished write.
+
+    Raises:
+        InputError: a line was not written by a run, or lines follow a torn one.
+    """
     done, end = Done(), 0
     with open(path, "rb") as stream:
         for number, data in enumerate(stream, 1):
@@ -236,7 +246,8 @@ def _repair(path: str, fd: int) -> Done:
             end += len(data)
         if stream.read(1):
             raise InputError(
-                f"--output {path} cannot be resumed: line {number} is torn, and other lines follow; name another file"
+                f"--output {path} cannot be resumed: line {number} is incomplete, and other lines follow; name "
+                f"another file"
             )
     if end < os.fstat(fd).st_size:
         os.ftruncate(fd, end)
@@ -245,14 +256,20 @@ def _repair(path: str, fd: int) -> Done:
 
 
 def _is_torn(data: bytes) -> bool:
-    """Return whether a line starts and has no end, or is only zeros, which some file systems leave after a crash."""
+    """Return whether a line is an unfinished write: an output line without its end, or only zeros.
+
+    Some file systems leave zeros after a crash.
+    """
     if not data.strip(b"\0\n"):
         return True
     return not data.endswith(b"\n") and _LINE_BEGINS.startswith(data[: len(_LINE_BEGINS)])
 
 
 def _without_errors(path: str, fd: int) -> tuple[int, Done]:
-    """Replace the journal in one step by one without errors of input lines that may run again. Close the old one."""
+    """Replace the journal in one step by one without the error lines whose input lines may run again.
+
+    Close the old descriptor `fd`. Return the new descriptor and the input lines that are still answered.
+    """
     done = Done()
     path = os.path.realpath(path)  # if it is a link, the link stays
     partial = f"{path}.{secrets.token_hex(_PARTIAL_BYTES)}.part"
@@ -277,7 +294,10 @@ def _without_errors(path: str, fd: int) -> tuple[int, Done]:
 
 
 def _remove_partial(path: str) -> None:
-    """Remove files that a killed `_without_errors` has left. Only the holder of the journal's lock makes them."""
+    """Remove the partial files that a killed `_without_errors` has left.
+
+    Only the process that holds the journal's lock makes such files, so none of them is in use.
+    """
     folder, name = os.path.split(os.path.realpath(path))
     own = re.compile(rf"{re.escape(name)}\.[0-9a-f]{{{2 * _PARTIAL_BYTES}}}\.part")
     for entry in filter(own.fullmatch, os.listdir(folder)):
@@ -297,13 +317,13 @@ def _standard_output() -> int:
 
 
 def _open(path: str, start: Start, wait: Callable[[], None]) -> int:
-    # A file is made here, replaced on request, or resumed. A pipe or device is written as it is.
+    # This makes a file, or opens an existing one to replace or resume it. A pipe or device is opened as it is.
     special = _is_special(path)
     how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     how |= os.O_NONBLOCK if special else os.O_EXCL if start == "new" else 0
     try:
         while (fd := _open_if_read(path, how)) is None:
-            wait()  # not in a system call, in which no signal would be noticed
+            wait()  # not inside a system call, where no signal would be noticed
         os.set_blocking(fd, True)
         return fd
     except FileExistsError as error:
@@ -344,7 +364,12 @@ def _wait_for_lock(fd: int, path: str, wait: Callable[[], None], patience_s: flo
 
 
 def _lock(fd: int, path: str) -> None:
-    """Lock a file until its descriptor is closed, also by the process's end. Skip file systems without locks."""
+    """Lock a file until its descriptor is closed or the process ends. Do nothing on file systems without locks.
+
+    Raises:
+        ConfigError: another run holds the lock.
+        OutputError: locking failed.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -355,7 +380,7 @@ def _lock(fd: int, path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Let the file's name survive a crash, as fsync does for its contents."""
+    """Write the name of a new file to disk, so that it survives a crash. fsync on the file writes only its contents."""
     try:
         sync(os.path.dirname(os.path.abspath(path)))
     except OSError as error:

@@ -1,10 +1,13 @@
-"""The fence that lets only the last start write an output, for file systems whose locks other hosts do not see.
+"""A fence that lets only the latest start of a run write its output.
+
+File locks are not enough for this: on some file systems, other hosts do not see them.
 
     start A: writes its token   append   append              append is refused
     start B:                                 writes its token, waits, reads the output, append ...
 
-The token is in a file next to the output, and is read again before each append. So a start that was cut off from the
-others does not write after a later start has read the output. The file is removed when its run ends in order.
+The token is in a file next to the output, .OUTPUT.epoch. A start reads it again before each append. So a start that was
+cut off from the network does not write after a later start has read the output. The file of the token is removed when
+the run ends in order.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from contextlib import suppress
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.trace.clock import SystemClock
 
-# Time for an append of an earlier start that has just read its own token.
+# Seconds to wait after taking the fence, for an append of an earlier start that has just read its own token.
 _SETTLE_S = 0.3
 
 
 class Fence:
-    """The token of one start."""
+    """The right of one start to write an output, as a random token in a file next to the output."""
 
     def __init__(self, output: str) -> None:
         folder, name = os.path.split(os.path.realpath(output))
@@ -30,10 +33,10 @@ class Fence:
         self._token = secrets.token_hex(16).encode()
 
     def take(self) -> bool:
-        """Keep earlier starts from writing the output.
+        """Write this start's token, which keeps earlier starts from writing the output.
 
         Returns:
-            False if the file cannot be written. The run then continues without this protection.
+            False if the token cannot be written. The run then continues without this protection.
         """
         partial = f"{self._path}.{secrets.token_hex(8)}.part"
         try:
@@ -63,11 +66,11 @@ class Fence:
             found = b""
         if found != self._token:
             raise PeerLostError(
-                f"--output {self._output} was taken over by a later start of this job; this one has ended"
+                f"--output {self._output} was taken over by a later start of this run, so this start has ended"
             )
 
     def drop(self) -> None:
-        """Remove the file if it is still ours."""
+        """Remove the file of the token, if the token is still that of this start."""
         with suppress(OSError, PeerLostError):
             self.check()
             os.unlink(self._path)

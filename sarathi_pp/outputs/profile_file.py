@@ -1,4 +1,4 @@
-"""The file profile.json, and how it is read and written."""
+"""Read and write the file profile.json, the measured cost model of a model on a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_profile_output(path: Path, *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before anything is loaded.
+    """Raise if the file of a profile cannot be written, before anything is loaded.
 
     Raises:
         ConfigError: the path is a directory, or the file exists and `overwrite` is False.

@@ -5,10 +5,11 @@ RUN/attempt-0000/trace-00000-of-00002.jsonl       one trace per stage, one direc
                                                   replicas, each has a directory replica-0000 in it
 RUN/attempt-0000/failed-at-start                  no stage got beyond its first microbatch; the next start reads this
 RUN/report.json                                   the figures of the last attempt
-RUN/exit_code                                     the run's own code: torchrun itself returns 1 for any failure
-RUN/job                                           launches that started and resumed it, so that a restart knows its own
-RUN/unfinished                                    run.json is that of a lost run, and a later start, which may be
-                                                  refused, has not taken over yet
+RUN/exit_code                                     the run's own exit code: torchrun itself returns 1 for any failure
+RUN/job                                           ids of the launches that started and resumed the run: a restart looks
+                                                  for its own id
+RUN/unfinished                                    marks that run.json is that of a run that was lost, and that no later
+                                                  start has replaced it yet
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class RunDirectory:
     """A run directory, as one attempt uses it.
 
     Attributes:
-        replaces: True if the attempts before this one are another run's. `begin` removes them.
+        attempt: index of this attempt, from 0.
+        replaces: True if the earlier attempts belong to another run. `begin` removes them.
         most_trace_bytes: size at which each rank cuts its trace.
     """
 
@@ -54,7 +56,10 @@ class RunDirectory:
 
     @classmethod
     def unnamed(cls, path: Path) -> RunDirectory:
-        """Return a run directory below the system's directory for temporary files, which may be in memory."""
+        """Return a run directory for traces that the user does not keep.
+
+        It is below the system's directory for temporary files, which may be in memory. So its traces are smaller.
+        """
         return cls(path, most_trace_bytes=MOST_BYTES // 4)
 
     @classmethod
@@ -64,9 +69,9 @@ class RunDirectory:
 
     @classmethod
     def check(cls, path: Path, *, overwrite: bool, resume: bool = False) -> None:
-        """Refuse a directory that would lose an earlier run or files of the user.
+        """Raise if using a directory would destroy an earlier run or files of the user.
 
-        If an earlier start was refused before it ran anything, the user may correct the option and start again.
+        A directory that holds only a start which was refused before it ran anything may be used again.
 
         Raises:
             ConfigError: an earlier run's directory would be overwritten, or it holds files that no run wrote.
@@ -102,18 +107,19 @@ class RunDirectory:
     ) -> Iterator[RunDirectory]:
         """Claim the directory of a run. No other run may claim it inside the block.
 
-        Its mode is 0700, because traces show lengths and times of prompts. An earlier run's attempts stay, and this
-        start adds its own. The record of how that run ended is removed, and nothing else before `begin`. So a start
-        that is refused until then has removed nothing more.
+        The directory gets the mode 0700, because traces show lengths and times of prompts. The attempts of an earlier
+        run stay, and this start adds its own. Of the earlier run, only the exit code is removed before `begin`. So a
+        start that is refused until then has removed nothing more.
 
         Args:
             overwrite: the directory may be an earlier run's, which this start replaces.
             resume: the directory may be an earlier run's, which this start continues.
-            launch_id: id of this launch; empty if nothing would restart it. With `resume` it is added to earlier ones.
-            patience_s: seconds to wait for a run that has the directory. That run may be on a lost host.
+            launch_id: id of this launch; empty if nothing restarts it after a failure. With `resume` it is added to
+                the ids of earlier launches.
+            patience_s: seconds to wait if another run still uses the directory. It may be on a lost host.
 
         Raises:
-            ConfigError: see `check`, or another run has the directory.
+            ConfigError: see `check`, or another run uses the directory.
             OutputError: the directory cannot be made.
         """
         cls.check(path, overwrite=overwrite, resume=resume)
@@ -139,7 +145,9 @@ class RunDirectory:
             yield claimed
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Let the output belong to this run from here on, and write its run.json.
+        """Write the run.json of this run, and remove the report and the replaced attempts of an earlier run.
+
+        From here on, the output and the directory belong to this run.
 
         Args:
             facts: contents of run.json.
@@ -155,7 +163,7 @@ class RunDirectory:
             (self.path / _UNFINISHED).unlink()
 
     def withdraw(self) -> None:
-        """Remove the files of this attempt, because it is refused before `begin`. A later start then finds none."""
+        """Remove the files of this attempt, which is refused before `begin`. So a later start finds nothing of it."""
         with suppress(OSError):
             _remove(self.attempt_path.iterdir())
 
@@ -163,7 +171,7 @@ class RunDirectory:
         """Remove the attempts of the run that this one replaces.
 
         Raises:
-            OutputError: they cannot be removed.
+            OutputError: the attempts cannot be removed.
         """
         if not self.replaces:
             return
@@ -174,11 +182,13 @@ class RunDirectory:
             raise OutputError(f"cannot remove the earlier run of {self.path}: {error.strerror}") from error
 
     def joining(self, leader: Path, attempt: int, *, own: bool, replaces: bool = False) -> RunDirectory:
-        """Return the directory that a rank uses.
+        """Return the run directory that this rank uses, and make its folder for the attempt.
 
         Args:
-            leader: path of the directory that rank 0 uses.
-            own: True if the user named a directory for this rank, which it then uses instead.
+            leader: path of the run directory of rank 0.
+            attempt: index of the attempt, from 0.
+            own: True if the user named another directory for this rank, which it then uses instead.
+            replaces: see RunDirectory.
         """
         joined = replace(self, path=self.path if own else leader, attempt=attempt, replaces=replaces)
         joined.make(joined.attempt_path)
@@ -200,16 +210,21 @@ class RunDirectory:
         return self.path / _attempt_name(self.attempt)
 
     def trace_path(self, mesh: Mesh, coordinate: Coordinate) -> Path:
-        """Return the path of a rank's trace.
+        """Return the path of a rank's trace file.
 
-        Reports use the trace of a stage's first shard. Those of its other shards are next to it.
+        With tensor parallelism, reports use only the trace of a stage's first shard. The other shards have files next
+        to it.
         """
         name = trace_name(coordinate.stage, mesh.stages)
         folder = self.attempt_path / replica_name(coordinate.replica) if mesh.replicas > 1 else self.attempt_path
         return folder / (f"shard-{coordinate.shard:04d}-{name}" if coordinate.shard else name)
 
     def forget(self, replica: int) -> None:
-        """Keep the traces of a lost replica out of the report, and keep them for the user under another name."""
+        """Rename the folder with the traces of a lost replica, so that reports leave them out. The user still has them.
+
+        Args:
+            replica: index of the replica.
+        """
         path = self.attempt_path / replica_name(replica)
         with suppress(OSError):
             path.rename(path.with_name(f"lost-{path.name}"))
@@ -218,7 +233,7 @@ class RunDirectory:
         """Record that this attempt failed before its first microbatch was done.
 
         Returns:
-            True if the attempt before it failed in the same way.
+            True if the previous attempt failed so early too.
         """
         with suppress(OSError):
             (self.attempt_path / _FAILED_AT_START).touch()
@@ -230,21 +245,24 @@ class RunDirectory:
         return f"{host_id()}:{status.st_dev}:{status.st_ino}"
 
     def launches(self) -> list[str]:
-        """Return the launches that have claimed the directory: the last one, after those whose run it resumes."""
+        """Return the ids of the launches that have claimed the directory, the latest last.
+
+        The earlier ones belong to the run that the latest launch resumes.
+        """
         try:
             return (self.path / "job").read_text().splitlines()
         except (OSError, UnicodeDecodeError):
             return []
 
     def read_exit_code(self) -> int | None:
-        """Return the exit code; None if there is none."""
+        """Return the exit code in the directory; None if there is none."""
         try:
             return int((self.path / "exit_code").read_text())
         except (OSError, ValueError):
             return None
 
     def end_mark(self) -> tuple[int, int] | None:
-        """Return a mark that changes when an exit code is written, even the same one; None if there is none."""
+        """Return a mark that changes when an exit code is written, even an equal one; None if there is no exit code."""
         try:
             status = (self.path / "exit_code").stat()
         except OSError:
@@ -260,16 +278,19 @@ class RunDirectory:
         return facts if isinstance(facts, dict) else None
 
     def is_unfinished(self) -> bool:
-        """Return whether the run in this directory was lost, even if later starts were refused before `begin`."""
+        """Return whether the run in this directory was lost and no later start has replaced it.
+
+        A start that was refused before `begin` does not replace it.
+        """
         code = self.read_exit_code()
         refused = code not in (EXIT_OK, EXIT_ROWS_FAILED) and (self.path / _UNFINISHED).exists()
         return code in (None, PeerLostError.exit_code) or refused
 
     def _note_unfinished(self) -> None:
-        """Record that the run was lost, before the exit code of another start replaces its own.
+        """Record in the file `unfinished` that the run was lost. Call it before its exit code is removed or replaced.
 
         Raises:
-            OSError: this cannot be recorded.
+            OSError: the file cannot be written or removed.
         """
         if not self.is_unfinished():
             (self.path / _UNFINISHED).unlink(missing_ok=True)
@@ -286,15 +307,16 @@ class RunDirectory:
         self._write("report.json", json.dumps(report, indent=2) + "\n")
 
     def write_exit_code(self, code: int) -> None:
-        """Write the exit code. The cause wins over its echo: a lost peer's 75 never replaces an existing code.
+        """Write the exit code. Code 75, for a lost rank, never replaces a code, because that is closer to the cause.
 
-        If it cannot be written, for example on a full disk, the process still ends with it. It waits for no disk.
+        If the file cannot be written, for example on a full disk, nothing is raised, and the process still ends with
+        this code. The file is not synced, so this does not wait for a disk.
         """
         with suppress(OutputError):
             self._write("exit_code", f"{code}\n", replace=code != PeerLostError.exit_code, synced=False)
 
     def write_end(self, code: int) -> None:
-        """Write the exit code of a run whose processes have all ended, unless another run has this directory by now."""
+        """Write the exit code of a run whose processes have all ended, unless another run uses this directory now."""
         with suppress(OSError, ConfigError), ExitStack() as held:
             if self.path.exists():
                 held.callback(os.close, _locked(self.path))
@@ -336,10 +358,10 @@ class RunDirectory:
 
 
 def own_command(words: Sequence[str]) -> list[str] | None:
-    """Return the words of a command of ours; None for another program, whose arguments may hold prompts.
+    """Return the command line of a `sarathi-pp` process; None for another program, whose arguments may hold prompts.
 
     Args:
-        words: of a process, its program first.
+        words: the words of the process's command line, its program first.
     """
     program = Path(words[0]) if words else Path()
     if program.name != "sarathi-pp" and program.parts[-2:] != ("sarathi_pp", "__main__.py"):
@@ -352,7 +374,7 @@ def replica_name(replica: int) -> str:
 
 
 def _remove(entries: Iterable[Path]) -> None:
-    """Remove files and folders.
+    """Remove files and folders, even if other ranks remove them at the same time.
 
     Ranks of one host may share a directory that is not rank 0's. Each of them removes the earlier entries.
     """
@@ -367,7 +389,10 @@ def _attempt_name(number: int) -> str:
 
 
 def _is_of_a_run(entry: Path) -> bool:
-    """Return whether a run wrote an entry, judged by its name, because a run may have been killed at any moment."""
+    """Return whether a run wrote an entry of a run directory. Only its name counts.
+
+    The contents do not, since a run may have been killed at any moment.
+    """
     return bool(_ENTRY.fullmatch(entry.name)) and entry.is_dir() == entry.name.startswith("attempt-")
 
 
@@ -386,7 +411,7 @@ def _wait_for_lock(path: Path, patience_s: float) -> int:
 def _locked(path: Path) -> int:
     """Lock a directory, and return the descriptor that holds the lock.
 
-    Not every file system has locks. Without locks, no other run is kept out: a run matters more than its guard.
+    Not every file system has locks. Without locks, nothing keeps another run away. This is better than no run at all.
 
     Raises:
         ConfigError: another run holds the lock.
@@ -406,8 +431,8 @@ def _locked(path: Path) -> int:
 def _holds_no_run(path: Path) -> bool:
     """Return whether a directory is empty, or holds only the files of a refused start.
 
-    These are its exit code, maybe one that another rank is writing at this moment, and empty folders for traces.
-    Without the exit code, another start may be setting up there.
+    These files are its exit code, the file `job`, partly written files, and empty folders for traces. If there is no
+    exit code, another start may be preparing its run there, so the result is False.
     """
     entries = {entry.name: entry for entry in path.iterdir()}
     if not entries:

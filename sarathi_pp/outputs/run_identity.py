@@ -1,4 +1,8 @@
-"""The identity of a start. Two starts with equal ones may write to one file. It is flat, to be compared and shown."""
+"""The identity of one start of a run: everything that changes the answers.
+
+Two starts with equal identities may write to the same output. An identity is a flat dictionary of texts, so that two
+of them can be compared, and their differences shown.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +49,10 @@ def identity_of(
 
 
 def output_name(path: str, run_dir: Path) -> str:
-    """Return a name that ties a run directory to its output, even if both are moved: the output's relative path.
+    """Return a name that ties a run directory to its output: the output's path relative to the directory.
 
-    A directory that is named after its output, the default, has a fixed name here, so that both may be renamed. An
-    absolute path would not do, because a move changes it. A copy and --retry-errors change an inode.
+    The name stays right if both are moved together. For the default directory, OUTPUT.run, it is a fixed text, so that
+    both may also be renamed. A move would change an absolute path. A copy or --retry-errors would change an inode.
     """
     if path == "-":
         return "a stream"
@@ -57,9 +61,9 @@ def output_name(path: str, run_dir: Path) -> str:
 
 
 def input_digest(path: str) -> tuple[str, str]:
-    """Return the digest of a regular file and its size in bytes, or constants for other inputs.
+    """Return the digest of a regular file and its size in bytes, or constants for any other input.
 
-    The other inputs can be read only once.
+    Other inputs, such as pipes, can be read only once.
 
     Raises:
         InputError: the file cannot be read.
@@ -74,7 +78,14 @@ def input_digest(path: str) -> tuple[str, str]:
 
 
 def grown_input(before: Mapping[str, str], now: Identity, path: str) -> Identity:
-    """Return `now`, with the input of `before` if the file starts with that input, and only whole lines follow.
+    """Return `now`, but with the input of `before` if the input file has only grown by whole lines since then.
+
+    So a resumed run accepts an input file to which lines were added.
+
+    Args:
+        before: identity of an earlier start.
+        now: identity of this start.
+        path: the input.
 
     Raises:
         InputError: the file cannot be read.
@@ -91,7 +102,7 @@ def grown_input(before: Mapping[str, str], now: Identity, path: str) -> Identity
             added = stream.read(2)
     except OSError as error:
         raise InputError(f"--input {path} cannot be read: {error.strerror}") from error
-    # A last line without its end must not have become longer.
+    # If the earlier input had no newline at its end, the added bytes must start with one.
     line_ended = last == b"\n" or added[:1] == b"\n" or added == b"\r\n"
     if left or not line_ended or digest.hexdigest()[:_DIGITS] != before.get("input"):
         return now

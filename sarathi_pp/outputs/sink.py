@@ -1,4 +1,4 @@
-"""The sinks of finished input lines: one output line each, appended and synced, so that done lines are on disk.
+"""Write one output line for each finished input line, and sync it, so that it is on disk before it counts as done.
 
     engine -> finish() / fail() -> bounded queue -> [writer thread: text, JSON, append, sync] -> journal
 
@@ -25,6 +25,7 @@ from sarathi_pp.outputs.journal import Journal, LateJournal, Start
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import Clock
 
+# A sync is due after this many lines, or this many seconds after the first line that is not synced.
 GROUP_ROWS = 256
 GROUP_S = 0.2
 _QUEUE_ROWS = 4 * GROUP_ROWS
@@ -36,7 +37,11 @@ class OutputClosedError(OutputError):
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """An input line that has ended: a completion, or an error."""
+    """An input line that has ended, with its completion or its error.
+
+    Attributes:
+        metrics: see `Sink.finish`.
+    """
 
     row: Row
     completion: Completion | None = None
@@ -47,11 +52,11 @@ class FinishedRow:
 class Sink(Protocol):
     """The receiver of input lines that have ended in the engine.
 
-    `finish` and `fail` may wait for room, and may raise OutputError for an earlier input line.
+    `finish` and `fail` may wait for a slow disk. They may raise OutputError for an earlier input line.
     """
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        """Take an input line with its completion.
+        """Accept an input line with its completion.
 
         Args:
             metrics: seconds and counts of this request, finite or None, for its output line.
@@ -59,7 +64,7 @@ class Sink(Protocol):
         ...
 
     def fail(self, row: Row, error: RowError) -> None:
-        """Take an input line with its error."""
+        """Accept an input line with its error."""
         ...
 
     def close(self) -> None:
@@ -68,11 +73,11 @@ class Sink(Protocol):
 
 
 def check_output(path: str, input_path: str, start: Start) -> None:
-    """Refuse an output that cannot be written, before anything is loaded. Change no file.
+    """Raise if the output cannot be written, before anything is loaded. Change no file.
 
     Raises:
-        ConfigError: it is a directory or the input itself, it exists already, or it cannot be resumed.
-        OutputError: it cannot be written.
+        ConfigError: the output is a directory or the input itself, it exists already, or it cannot be resumed.
+        OutputError: the output cannot be written.
     """
     if path == "-":
         if start == "resume":
@@ -101,7 +106,8 @@ class FileSink:
     """A sink that appends an output line per input line to a journal, and closes the journal at the end.
 
     Args:
-        model: the model's name in OpenAI lines.
+        tokenizer: turns output tokens into text.
+        model: the model's name for output lines in OpenAI's form.
 
     Attributes:
         num_finished: number of synced lines with an answer.
@@ -119,7 +125,7 @@ class FileSink:
         self._raised = False
         self._closed = False
         self._drained = False
-        self._unsynced = [0, 0]
+        self._unsynced = [0, 0]  # appended lines with an answer, and error lines
         self.num_finished = 0
         self.num_failed = 0
         self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
@@ -161,7 +167,7 @@ class FileSink:
             self._write_groups()
         except BrokenPipeError:
             self._failure = OutputClosedError(f"--output {self._journal.path} was closed by its reader")
-        except PeerLostError as error:  # another start has the file now
+        except PeerLostError as error:  # a later start writes the file now
             self._failure = error
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -188,7 +194,13 @@ class FileSink:
                 self._sync()
 
     def _next_group(self, sync_s: float) -> list[FinishedRow]:
-        """Return the input lines that wait now: at least one, unless a sync is due first or no more will come."""
+        """Return the input lines in the queue, after waiting for at least one.
+
+        Return no line if a sync is due before one comes, or if the sink is closed.
+
+        Args:
+            sync_s: time at which the next sync is due, if lines are not synced.
+        """
         left_s = max(0.0, sync_s - self._clock.now()) if sum(self._unsynced) else None
         group: list[FinishedRow] = []
         try:
@@ -227,7 +239,7 @@ class FileSink:
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:
-    """Return one JSON line in UTF-8. It is escaped if an id holds half a surrogate pair, which UTF-8 cannot encode."""
+    """Return one JSON line in UTF-8. If an id holds half a surrogate pair, which UTF-8 cannot encode, escape it."""
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     except UnicodeEncodeError:

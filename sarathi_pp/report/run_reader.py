@@ -144,7 +144,7 @@ def _advice(run: Run) -> dict[str, Any]:
         try:
             return advise(run.report, run.trial())
         except CannotTry as error:
-            notes.append(f"no gains of advice: {error}")
+            notes.append(f"no predicted gains: {error}")
             # With several replicas, the report holds sums. The rules for untried advice need figures of one pipeline.
             repeated = len(run.replicas) == 1
             return advise(run.report, untried="the simulator could not repeat this run" if repeated else None)

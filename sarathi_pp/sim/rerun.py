@@ -87,7 +87,7 @@ class _Times(NamedTuple):
     first_token_s: float
 
 
-# The times of a trial that was ended because it takes too many steps.
+# The times of a trial that was given up because it takes too many steps.
 _GIVEN_UP = _Times(inf, inf)
 
 
@@ -204,7 +204,10 @@ class Rerun:
         return 1 - after_s / before_s if before_s else 0.0
 
     def wall_s(self, change: Change) -> float:
-        """Return the seconds from the first issue to the last answer that counts; infinite if the trial was ended."""
+        """Return the simulated seconds with this change, from the first issue to the last answer that is counted.
+
+        They are infinite if the trial was given up because it takes too many steps.
+        """
         return self._times(change).wall_s
 
     def _times(self, change: Change) -> _Times:

@@ -1,4 +1,7 @@
-"""The count of KV pages that each stage can hold, made before anything runs, and the run that follows from it."""
+"""Count the KV pages that each stage can hold, and fill in the open options of a run from that count.
+
+This happens before any request runs. A stage's KV pages together are its KV shard: its part of the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from sarathi_pp.model.kv import KVShard, page_bytes
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
 
+# Default of --max-num-seqs, per stage.
 _SEQS_PER_STAGE = 64
-# On CPU, the default leaves most of the memory to other programs, as serving engines do.
+# On a CPU, the default size of the KV cache is this share of the free memory, at most _CPU_MOST_BYTES. The other
+# memory is left to other programs.
 _CPU_SHARE = 0.4
 _CPU_MOST_BYTES = 4 << 30
 
@@ -28,7 +33,8 @@ class DeviceMemory:
 
     Attributes:
         kind: cpu or cuda.
-        pools: pools that all must have room for the rank's weights and KV shard.
+        pools: memory pools, such as the host's memory or the limit of a cgroup. The rank's weights and KV pages must
+            fit into each of them.
         total_bytes: memory of a GPU, used or free; 0 for a CPU.
     """
 
@@ -46,24 +52,25 @@ class DeviceMemory:
         return cls(device.type, (MemoryPool(f"{host_id()} {gpu}", f"the memory of GPU {gpu}", int(free)),), int(total))
 
     def kept_bytes(self, config: RunConfig) -> int:
-        """Return the bytes that a run leaves free on a GPU; 0 if the user sets the size of the KV cache."""
+        """Return the bytes that a run leaves free on a GPU; 0 on a CPU, or if the user sets the KV cache's size."""
         if self.kind != "cuda" or config.kv_cache_memory_bytes is not None:
             return 0
         return math.ceil(self.total_bytes * (1 - config.gpu_memory_utilization))
 
 
 def pools_of(device: torch.device) -> tuple[MemoryPool, ...]:
-    """Return the pools of memory from which a stage on this device takes its weights and its KV shard."""
+    """Return the memory pools from which a stage on this device takes its weights and its KV pages."""
     return DeviceMemory.of(device).pools
 
 
 def kv_budget_bytes(config: RunConfig, memory: DeviceMemory, sharers: Mapping[str, int], working_bytes: int = 0) -> int:
-    """Return the bytes that a stage may give its KV shard, after its weights are loaded.
+    """Return the bytes that a stage may use for its KV pages, after its weights are loaded.
 
     Args:
         memory: the device's memory after all ranks have loaded their weights.
-        sharers: number of ranks that draw on each of this device's pools, by the pool's id. A missing pool has one.
-        working_bytes: memory that a stage on a GPU needs besides weights and KV.
+        sharers: number of ranks that draw on each of this device's pools, by the pool's id. A pool that is missing
+            here is used by one rank.
+        working_bytes: memory that a stage on a GPU needs besides weights and KV pages. See working_memory.py.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -75,9 +82,9 @@ def kv_budget_bytes(config: RunConfig, memory: DeviceMemory, sharers: Mapping[st
 
 
 def room_bytes(device: torch.device) -> int:
-    """Return all memory that is free now.
+    """Return the bytes that are free now on a device: those of its tightest pool.
 
-    Ranks that share it need different parts. A rank that needs more than all of it cannot fit.
+    Other ranks may draw on the same pools. The result is not divided among them, because each needs a different part.
     """
     return min(pool.free_bytes for pool in pools_of(device))
 
@@ -91,12 +98,13 @@ def make_shard(
     *,
     spare: bool = False,
 ) -> KVShard:
-    """Return the stage's KV pages.
+    """Allocate the stage's KV pages.
 
-    A system need not report at once that memory is missing. On CPU, memory is not taken before pages are written. So
-    the need is compared with the free memory. A GPU itself reports that it has none.
+    On a CPU, memory is taken only when pages are written, so allocating more than there is may not fail. So this
+    function compares the needed bytes with the free ones. On a GPU, allocating too much fails at once.
 
     Args:
+        layers: the stage's layers [first, end).
         spare: see KVShard.
 
     Raises:
@@ -121,7 +129,11 @@ def make_shard(
 def count_pages(
     budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], page_size: int, dtype: torch.dtype
 ) -> int:
-    """Return the number of pages of this stage that fit the budget. Raise CapacityError if not even one fits."""
+    """Return the number of KV pages of the layers [first, end) that fit the budget.
+
+    Raises:
+        CapacityError: not even one page fits.
+    """
     one = page_bytes(layers[1] - layers[0], page_size, facts.num_kv_heads, facts.head_dim, dtype)
     if budget_bytes < one:
         raise CapacityError(
@@ -132,13 +144,13 @@ def count_pages(
 
 
 def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype) -> int:
-    """Return the size of the KV shard of the layers [first, end)."""
+    """Return the bytes of all KV pages of a stage with the layers [first, end)."""
     num_layers = layers[1] - layers[0]
     return run.num_pages * page_bytes(num_layers, run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
 
 
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
-    """Return the bytes of the KV cache on the stage that holds most."""
+    """Return the bytes of KV pages on the stage that needs most of them."""
     return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)
 
 
@@ -154,10 +166,17 @@ def resolve(
     attention: str,
     moves_head: bool = False,
 ) -> ResolvedRun:
-    """Return the run, from the options and the pages that each stage can hold. It is pure and the same on every rank.
+    """Return the resolved run: the user's options, with a value for each option that was left open.
+
+    The result depends on the arguments alone, so it is the same on every rank.
+
+    Args:
+        layers: [first, end) of each stage.
+        pages: number of KV pages that each stage can hold. The run uses the smallest.
+        moves_head: see ResolvedRun.
 
     Raises:
-        ConfigError: --max-model-len is beyond the model's positions.
+        ConfigError: --max-model-len is larger than the number of positions that the model supports.
     """
     limits = resolve_limits(config, facts, len(layers), pages, page_size)
     return ResolvedRun(
@@ -189,8 +208,9 @@ def resolve_limits(
     """Return the limits that scheduling needs, before the run is resolved. Raise the same errors as `resolve`.
 
     Args:
-        pages: KV pages that each stage can hold. If they are not known, it is empty, and no microbatch of the run is
-            larger than with these limits.
+        pages: number of KV pages that each stage can hold. Empty if they are not counted yet. Then the result has
+            pages for all sequences that may run at once. The later run has at most as many pages, so its microbatches
+            are not larger than these limits allow.
     """
     policy = parse_policy(config.policy)
     max_model_len = facts.max_model_len(config.max_model_len)
@@ -199,7 +219,7 @@ def resolve_limits(
     num_pages = min(*pages, useful) if pages else useful
     return Limits(
         num_stages=num_stages,
-        # Every computed token needs a place in the pool, so no microbatch is larger than the pool.
+        # Every computed token needs a place in a page, so no microbatch has more tokens than all pages have places.
         chunk_size=min(config.chunk_size or policy.kind.default_chunk_size, num_pages * page_size),
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -210,7 +230,7 @@ def resolve_limits(
 
 
 def limits_of(run: ResolvedRun) -> Limits:
-    """Return the limits that scheduling needs, of a resolved run."""
+    """Return the limits that scheduling needs, taken from a resolved run."""
     return Limits(
         num_stages=run.num_stages,
         chunk_size=run.chunk_size,

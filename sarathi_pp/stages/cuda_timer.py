@@ -1,8 +1,8 @@
-"""Points in the work of a CUDA stream, located by CUDA events without ever waiting for the device.
+"""Points in the work of a CUDA stream, with their times on the host's clock, found without waiting for the device.
 
-Two events give only the device's own seconds between them. Their times on the host's clock follow from an anchor, the
-event located last, and from two facts. The device reaches an event after the host has recorded it, and before the host
-has seen it done. If the two clocks drift apart, these bounds correct the times.
+Two CUDA events give only the seconds between them, on the device's clock. Times on the host's clock are counted from an
+anchor: the latest event whose host time is known. Two facts bound the result. The device reaches an event after the
+host has recorded it, and before the host has seen that it is done. If the clocks drift apart, these bounds correct it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sarathi_pp.trace.clock import Clock
 
 
 class CudaEvent(Protocol):
-    """The used part of torch.cuda.Event with enable_timing."""
+    """The methods of torch.cuda.Event(enable_timing=True) that this module uses."""
 
     def record(self) -> None: ...
     def query(self) -> bool: ...
@@ -30,16 +30,17 @@ def _new_event() -> CudaEvent:
 
 
 class CudaTimer:
-    """Marks on the current stream of the current device. It waits for the device once, when it is made.
+    """A timer that marks points on the current stream of the current device. See the interface Timer.
 
-    Marks must be asked in the order in which they were made.
+    Only the constructor waits for the device. Ask the marks for their times in the order in which they were made,
+    because each one becomes the anchor of the next.
     """
 
     def __init__(self, clock: Clock, new_event: Callable[[], CudaEvent] = _new_event) -> None:
         self.clock = clock
         self._new_event = new_event
         for _ in range(2):
-            # The second time, the device has no work, so it reaches the event as soon as that is recorded.
+            # The second time, the device has no work left, so it reaches the event as soon as the host records it.
             self._anchor, self._anchor_s = new_event(), clock.now()
             self._anchor.record()
             self._anchor.synchronize()
@@ -51,7 +52,11 @@ class CudaTimer:
         return CudaMark(self, event, recorded_s)
 
     def locate(self, event: CudaEvent, recorded_s: float) -> float:
-        """Return the host's time of an event that the device has passed."""
+        """Return the time of an event that the device has passed, on the host's clock.
+
+        Args:
+            recorded_s: time just before the host recorded the event.
+        """
         at_s = self._anchor_s + 1e-3 * self._anchor.elapsed_time(event)
         at_s = min(max(at_s, recorded_s), self.clock.now())
         # elapsed_time is a 32-bit float of milliseconds, so the anchor must not be far in the past.
@@ -60,7 +65,7 @@ class CudaTimer:
 
 
 class CudaMark:
-    """A mark by a CUDA event. See Mark."""
+    """A point in a stream's work, marked by a CUDA event. See the interface Mark."""
 
     def __init__(self, timer: CudaTimer, event: CudaEvent, recorded_s: float) -> None:
         self._timer = timer

@@ -1,7 +1,8 @@
-"""A stage that sleeps for its modelled time: coordinator, processes and wire are real, but there is no model.
+"""A stage that sleeps for the time that a profile predicts, instead of computing (`--emulate`).
 
-So a pipeline can run with more stages than there are cores, or as on another machine. Its messages have the true size.
-Its tokens are drawn from request and position, as if sampled.
+The coordinator, the processes and their messages are real, and the messages have their true size. But there is no
+model. So a pipeline can run with more stages than there are cores, or as fast as on another machine. The output tokens
+are random ids. They depend only on the request's seed and the token's position.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Receiver
 from sarathi_pp.wire.delay import DelayedReceiver
 
-# A prompt may hold any id below _LEGAL_IDS, since nothing is looked up. Drawn ids are below _DRAWN_IDS.
+# A prompt may hold any id below _LEGAL_IDS, since no embedding is looked up. Drawn ids are below _DRAWN_IDS.
 _LEGAL_IDS = 2**31 - 1
 _DRAWN_IDS = 32_000
+# Layers that take less are slept together.
 _SHORTEST_SLEEP_S = 0.05
 
 
 def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
-    """Return the facts of the profile's model that planning and the wire need. It has no end of sequence."""
+    """Return the facts of the profile's model that planning and messages need. It has no end-of-sequence token.
+
+    Args:
+        page_size: tokens per KV page; None takes the profile's.
+    """
     return ModelFacts(
         model_type="emulated",
         architecture=profile.model,
@@ -52,7 +58,10 @@ def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
 
 
 class EmulatedStage:
-    """A stage that sleeps. See Stage. Sleeping is not computing, so its CPU time has no meaning."""
+    """A stage that sleeps for the modelled time of each microbatch. See the interface Stage.
+
+    Sleeping uses no CPU, so `counts_cpu` is False: CPU times of this stage have no meaning.
+    """
 
     counts_cpu = False
     bytes_read = 0
@@ -120,7 +129,7 @@ def _drawn(microbatch: MicroBatch) -> StageOutput:
 
 
 class EmulatedStages:
-    """The stages that a profile describes. See StageMaker."""
+    """A maker of stages that sleep for the times of a profile. See the interface StageMaker."""
 
     attention = "emulated"
     device_name = "emulated"
@@ -151,9 +160,12 @@ class EmulatedStages:
 def over_link(
     upstream: Receiver[Tensor], profile: Profile | None, stage: int, num_stages: int, clock: Clock
 ) -> Receiver[Tensor]:
-    """Return the edge into a stage.
+    """Return the receiver of a stage's messages. If stages are emulated, it adds the latency of the profile.
 
-    If a profile emulates stages, the edge adds the latency that the profile gives it.
+    Args:
+        upstream: the receiving end of the edge into the stage.
+        profile: gives the latency that each edge adds; None without --emulate.
+        stage: index of the stage, from 0. Stage 0 receives from the last stage.
     """
     if profile is None:
         return upstream
@@ -162,7 +174,9 @@ def over_link(
 
 
 def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
-    """Return the options with the profile's values for sequences at once and layers per stage, if the user gave none.
+    """Return the options with the profile's model, and with its --max-num-seqs and --layer-split if these are open.
+
+    The profile's layer split is taken only if it has as many stages as the run.
 
     Raises:
         ConfigError: an option needs a model or its device, or the profile's links are for another number of stages.
@@ -178,12 +192,13 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
     if any(asked.values()):
         named = " and ".join(option for option, given in asked.items() if given)
         raise ConfigError(
-            f"--emulate runs no model, so {named} cannot be honoured; the profile sets the number of pages"
+            f"--emulate runs no model, so {named} cannot be honoured; leave {named} out. The profile sets the number "
+            f"of KV pages"
         )
     if config.stages != len(profile.cost.stages) and any(link.added_latency_s for link in profile.links):
         raise ConfigError(
             f"the profile adds latency to the edges of {len(profile.cost.stages)} stages, but there are "
-            f"{config.stages}; use the same number of stages, or remove its links"
+            f'{config.stages}; use the same number of stages, or remove the key "links" from the profile'
         )
     own = tuple(end - first for first, end in (stage.layers for stage in profile.cost.stages))
     return replace(

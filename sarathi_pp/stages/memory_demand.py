@@ -21,7 +21,7 @@ class Demand:
 
     Attributes:
         num_bytes: size of the memory.
-        pools: pools that all must have room for it.
+        pools: memory pools that count this memory. Each of them must have room for it.
     """
 
     num_bytes: int
@@ -38,13 +38,13 @@ class Demand:
 def require_room(demands: Sequence[Demand], hosts: Sequence[str], what: str, remedy: str) -> None:
     """Raise CapacityError if several ranks together need more than a pool has free.
 
-    A rank that is alone in a pool finds that out itself.
+    A pool that only one rank uses is not checked here, because that rank checks it itself.
 
     Args:
         demands: demand of every rank.
         hosts: name of every rank's host.
-        what: things to store, for the message.
-        remedy: advice for the user. {each} becomes the room that a rank has if all get the same.
+        what: the things to store, such as "the weights", for the message.
+        remedy: advice for the user. `{each}` in it becomes the MiB that each rank has if all get the same.
     """
     tightest: dict[tuple[int, ...], MemoryPool] = {}
     for ranks, pool in _pools(demands):
@@ -64,7 +64,7 @@ def require_room(demands: Sequence[Demand], hosts: Sequence[str], what: str, rem
 
 
 def room_for(rank: int, demands: Sequence[Demand]) -> int:
-    """Return how many bytes the rank may take if all others take what they need."""
+    """Return the bytes that a rank may take if all other ranks take what they need."""
     return min(
         pool.free_bytes - sum(demands[other].num_bytes for other in ranks if other != rank)
         for ranks, pool in _pools(demands)
@@ -73,7 +73,7 @@ def room_for(rank: int, demands: Sequence[Demand]) -> int:
 
 
 def sharers_of(rank: int, demands: Sequence[Demand]) -> dict[str, int]:
-    """Return how many ranks draw on each pool of this rank, by the pool's id."""
+    """Return the number of ranks that draw on each memory pool of this rank, by the pool's id."""
     return {pool.id: len(ranks) for ranks, pool in _pools(demands) if rank in ranks}
 
 

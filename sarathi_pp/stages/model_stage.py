@@ -1,4 +1,6 @@
-"""A stage that holds a slice of the model, its KV shard, and the page tables that the coordinator's microbatches build.
+"""A stage that holds consecutive layers of a model, their KV pages, and for each sequence a table of its pages.
+
+The coordinator assigns pages. Microbatches bring the ids of new pages, which the stage appends to the tables:
 
 MicroBatch -> page tables -> StageInputs -> layers (through paged attention) -> hidden states or token ids
 """
@@ -51,14 +53,14 @@ _log = logging.getLogger(__name__)
 
 
 class ModelStages:
-    """Stages that hold a slice of a model. See StageMaker.
+    """A maker of stages that compute consecutive layers of a model. See the interface StageMaker.
 
     Args:
-        facts: facts of the whole model, also with shards.
-        shard: this rank's part of every layer, if a stage has several ranks. These load and make their stages at the
-            same time.
+        facts: facts of the whole model, also with tensor parallelism.
+        shard: this rank's part of every layer with tensor parallelism; None without it. The ranks of a stage load and
+            make their stages at the same time.
         moves_head: see ResolvedRun.
-        by_nccl: activations are received into memory of the device.
+        by_nccl: NCCL carries the activations, so they are received into memory of the GPU.
     """
 
     def __init__(
@@ -111,13 +113,17 @@ class ModelStages:
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)
         if device.type == "cuda" and self._config.kv_cache_memory_bytes is None:
-            # Before any rank counts pages: memory that is in use only for a moment must not be missing there.
+            # Measure before any rank counts pages. Otherwise, memory that one rank uses only during its measurement
+            # could be missing in the count of another rank on the same GPU.
             self._working = self._working_bytes(layers)
 
     def _load_head(self, room_bytes: int) -> None:
-        """Load the LM head next to the layers, which take their part of the room.
+        """Load the LM head on the first stage too, into the memory that its layers leave free.
 
         If it does not fit, the last stage computes the LM head for all microbatches.
+
+        Args:
+            room_bytes: memory that this rank may take, for layers and LM head together.
         """
         assert self._loaded is not None, "layers come first"
         left = room_bytes - self._loaded.num_bytes
@@ -136,9 +142,9 @@ class ModelStages:
         return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
-        """Return the size of the KV shard on a CPU, whose memory is taken only when pages are written.
+        """Return the bytes of the stage's KV pages on a CPU, where memory is taken only when a page is written.
 
-        It is 0 on a GPU.
+        Return 0 on a GPU, where `make` takes the memory at once.
         """
         return shard_bytes(run, self._facts, layers, self._dtype) if self._device.type == "cpu" else 0
 
@@ -168,9 +174,9 @@ class ModelStages:
         return True
 
     def _capture(self, run: ResolvedRun, kv: KVShard) -> StageGraphs | None:
-        """Capture the stage.
+        """Capture the stage's work as CUDA graphs, one for each of some sizes of microbatches.
 
-        Return None if no graph can hold its work, such as asking for the number of tokens of an expert.
+        Return None if capturing fails, for example because the host must read the number of tokens of an expert.
         """
         facts, pool = self._facts, torch.cuda.graph_pool_handle()
         shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
@@ -183,20 +189,21 @@ class ModelStages:
                 facts.hidden_size,
                 facts.num_heads,
                 self._device,
-                [CudaGraph(pool) for _ in shapes],  # not bound to a name here: it must not outlive a failure
+                [CudaGraph(pool) for _ in shapes],  # no local name: it would keep the memory after a failure
             )
             _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
             return graphs
         except RuntimeError as error:
             _log.warning("no CUDA graphs, each microbatch is launched without one: %s", str(error).splitlines()[0])
-        # After the except block: captured graphs live as long as its traceback.
+        # Not inside the except block: there, the traceback still holds the captured graphs.
         give_back()
         return None
 
     def _working_bytes(self, layers: tuple[int, int]) -> int:
-        """Return the memory that the stage needs besides weights and KV pages.
+        """Measure the bytes that the stage needs besides weights and KV pages. See working_memory.py.
 
-        The shards of a stage measure together. So the microbatch does not depend on how much memory is free.
+        With tensor parallelism, all ranks of a stage must compute the same microbatch at the same time. So its size
+        does not depend on the free memory of one rank.
 
         Raises:
             CapacityError: the GPU has less memory.
@@ -223,7 +230,7 @@ class ModelStages:
         return computing + edge_bytes(edges, largest.num_tokens, facts.hidden_size, item_bytes, limits.inflight)
 
     def _limits(self) -> Limits:
-        """Return the limits of a run whose KV pages hold every sequence that may run at once."""
+        """Return the limits of the run before pages are counted: with pages for all sequences that may run at once."""
         return resolve_limits(self._config, self._facts, self._config.stages, (), self.page_size)
 
     def _no_working_memory(self, layers: tuple[int, int], why: str) -> CapacityError:
@@ -231,18 +238,21 @@ class ModelStages:
         largest = LargestMicrobatch.of(policy, limits)
         return CapacityError(
             f"layers [{layers[0]}, {layers[1]}) have no memory for the largest microbatch of --policy {policy}, of "
-            f"{largest.num_tokens} tokens with {largest.num_rows} drawn: {why}\n  try  a smaller "
+            f"{largest.num_tokens} tokens, of which {largest.num_rows} have logits: {why}\n  try  a smaller "
             f"{smaller_options(policy, limits)}, more --stages, or --kv-cache-memory if no microbatch gets that large"
         )
 
 
 class ModelStage:
-    """A slice of a model and its KV shard. All that it knows about sequences comes from the headers of microbatches.
+    """A stage that computes consecutive layers of a model. See the interface Stage.
+
+    All that it knows about sequences comes with the microbatches.
 
     Args:
-        head: LM head of a first stage that computes it for some microbatches.
-        graphs: CUDA graphs of its forward, if there are any.
-        debug_nan: check every output, so that the first stage with values that are not finite is known.
+        kv: KV pages of these layers.
+        head: LM head of a first stage that computes it for some microbatches; None on any other stage.
+        graphs: CUDA graphs of the stage's work; None without graphs.
+        debug_nan: check every output and report the sequences with NaN or infinity.
     """
 
     def __init__(
@@ -309,7 +319,12 @@ class ModelStage:
     def _forward(
         self, microbatch: MicroBatch, spans: list[Span], ids: array[int], logit_rows: Sequence[int]
     ) -> Callable[[Tensor | None], Tensor]:
-        """Return the forward of a microbatch. It uses a graph if one fits."""
+        """Return a function that computes the model on a microbatch. It uses a CUDA graph if one fits.
+
+        Args:
+            ids: token ids of all chunks.
+            logit_rows: rows of the microbatch for which the LM head is computed.
+        """
         graph = self._graphs.prepare(spans, logit_rows, ids) if self._graphs is not None else None
         if graph is not None:
             return graph
@@ -326,16 +341,16 @@ class ModelStage:
         return forward
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """Run microbatches of synthetic tokens, and a draw of either kind.
+        """Compute microbatches of synthetic tokens, and draw a token greedily and at random.
 
-        So the costs of first calls (compilation, kernels, allocator) come before the run.
+        So the costs of first calls (compilation, kernels, allocator) come before the run. See Stage.
         """
         room = self.kv.num_pages * self.kv.page_size
         on_device = self.device.type != "cpu"
         for microbatch in warming(min(num_tokens, room), min(num_keys, room), on_device=on_device):
             spans, rows = [], 0
             for end, count, prompt in microbatch:
-                # They may share pages, because the written values are not needed.
+                # All sequences use the same pages, because the written values are not needed.
                 spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
                 rows += count
             inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
@@ -352,7 +367,11 @@ class ModelStage:
         return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
 
     def _spans(self, microbatch: MicroBatch) -> tuple[list[Span], array[int]]:
-        """Return the chunks with their page tables, brought up to date, and their tokens."""
+        """Update the page tables. Return a Span for each chunk, with the table of its sequence, and all token ids.
+
+        Raises:
+            ProtocolError: the microbatch has the id of a page that this stage does not have.
+        """
         tables, num_pages = self._tables, self.kv.num_pages
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
@@ -363,7 +382,9 @@ class ModelStage:
                 table = tables[sequence] = array("q")
             if new_pages:
                 if min(new_pages) < 0 or max(new_pages) >= num_pages:
-                    raise ProtocolError(f"{microbatch} brings pages {new_pages} to a KV shard of {num_pages}")
+                    raise ProtocolError(
+                        f"{microbatch} brings the KV pages {new_pages}; this stage has the pages 0 to {num_pages - 1}"
+                    )
                 table.extend(new_pages)
             spans.append(Span(start, num_tokens, table, not decode))
             ids.extend(token_ids)
@@ -373,9 +394,15 @@ class ModelStage:
 def warming(num_tokens: int, num_keys: int, *, on_device: bool) -> list[list[tuple[int, int, bool]]]:
     """Return the microbatches for the warm-up, each as a list of sequences.
 
-    A sequence is the end of its tokens, their number, and whether they are a prompt's. The microbatches are a chunk,
-    and a decode after it. On a device, both come again after a long context, and the chunk comes again with such a
-    decode. Kernels there split long contexts, and split work is compiled separately, as are chunks.
+    A sequence is a tuple: the position after its last token, the number of its tokens in the microbatch, and True for a
+    prompt's tokens or False for a decode. The first two microbatches are a chunk, and a decode after it. On a GPU three
+    more follow: a chunk after a long context, a decode after one, and a chunk together with such a decode. The reason
+    is that kernels on GPUs split long contexts, and the split variants are compiled separately for chunks and decodes.
+
+    Args:
+        num_tokens: tokens of the chunk.
+        num_keys: length of the long context, in tokens.
+        on_device: the stage is on a GPU.
     """
     chunk, decode = (num_tokens, num_tokens, True), (num_tokens, 1, False)
     if not on_device:
@@ -400,7 +427,10 @@ def _drawn(microbatch: MicroBatch) -> list[Chunk]:
 
 
 def _last_rows(microbatch: MicroBatch) -> list[int]:
-    """Return the row of the last token of every chunk that reaches the end of its sequence's known tokens."""
+    """Return the rows of the microbatch after which a token is drawn, in the order of the chunks.
+
+    These are the last tokens of the chunks that reach the end of their sequence's known tokens.
+    """
     rows, end = [], 0
     for chunk in microbatch.chunks:
         end += chunk.num_tokens

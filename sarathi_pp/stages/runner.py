@@ -1,7 +1,7 @@
 """A runner that computes microbatches on a stage, records them and passes them on. It is the same on every rank.
 
-Rank 0's engine calls a StageRunner for the microbatches that it issues. On every other rank, a StageRunner loops over
-the messages of its upstream neighbour.
+On the leader of a replica, the engine calls the StageRunner for each microbatch that it issues. On every other rank,
+the StageRunner loops over the microbatches that arrive, most often from the stage before.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from sarathi_pp.wire.codec import Frame, Goodbye, HeadFrame, MicroBatchFrame
 from sarathi_pp.wire.shard_group import ShardGroup
 from sarathi_pp.wire.stage_progress import StageProgress
 
-# A reservation that takes less than this found a free buffer at once. Only longer ones are recorded as a state.
+# If reserving a send buffer takes less than this, a buffer was free. Only longer waits are recorded as send waits.
 _INSTANT_S = 20e-6
 
 
 class _Span(NamedTuple):
-    """A microbatch given to the device.
+    """A microbatch that was launched on the device. Its times may not be known yet.
 
     Attributes:
+        arrived: point at which its input was complete on this rank.
+        start, end: points just before and after its computation.
+        cpu_s: CPU time of the computing thread, in seconds; None if it has no meaning.
+        collective_s: seconds of sums over the ranks of this stage; None without tensor parallelism.
         release: releases the buffer that holds its input.
     """
 
@@ -51,17 +55,20 @@ class _Span(NamedTuple):
 class StageRunner:
     """A runner of microbatches on this rank's stage, which sends the results to the next one.
 
-    A device may report its times after the stage has returned its output. Then the span of a microbatch is recorded,
-    and its input is released, with one of the next microbatches. Only a result waits for the device, since it reports
-    that every stage is done with the microbatch. So there are never more unsettled spans than microbatches in flight.
+    A GPU may still compute a microbatch when the stage has returned its output. Then the times of the microbatch are
+    recorded, and its input buffer is released, while a later microbatch runs. Only the last stage waits for the GPU,
+    because its result says that every stage has completed the microbatch. So the number of microbatches without times
+    never exceeds the number in flight.
 
     Args:
+        downstream: sends to the next stage, or from the last stage to the coordinator.
         timer: marks points in the work of the stage's device.
+        progress: counts that heartbeats report.
         index: index of the stage in its pipeline.
         name: name of this rank in messages.
         debug_nan: check every output and report the first stage with NaN or infinity.
         shards: edges to the other ranks of this stage; empty without tensor parallelism.
-        shard_group: this rank's part in the sums of its stage; None if it holds the stage alone.
+        shard_group: adds up partial results over the ranks of this stage; None if this rank holds the stage alone.
     """
 
     def __init__(
@@ -98,7 +105,10 @@ class StageRunner:
 
     @property
     def in_step(self) -> bool:
-        """Return whether no microbatch was left half sent by an error."""
+        """False during the sending of a microbatch, and after an error has interrupted it.
+
+        Other ranks may then have only a part of the microbatch.
+        """
         return self._in_step
 
     @property
@@ -113,20 +123,31 @@ class StageRunner:
         arrived: Mark,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator."""
+        """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator.
+
+        Args:
+            hidden: input activations; None on the first stage.
+            arrived: point at which the input was complete on this rank.
+            release: releases the buffer of the input.
+        """
         self._progress.busy = True
         try:
             self._run(frame, hidden, arrived, release)
             self._progress.num_done += 1
-        finally:  # a rank that lost its stage may do other work and does not hang
+        finally:  # after an error this rank may do other work, and its heartbeats must not say that it hangs here
             self._progress.busy = False
 
     def finish(
         self, frame: HeadFrame, microbatch: MicroBatch, rows: Tensor | None, arrived_s: float
     ) -> tuple[StepResult, float, float]:
-        """Compute the LM head that the last stage has left to this stage.
+        """Compute the LM head of a microbatch on the first stage, because the last stage has left it out.
 
-        It is only for stages whose times are known together with their output.
+        Use it only with stages that compute on a CPU, or are emulated. Their times are known when they return.
+
+        Args:
+            frame: the message of the last stage.
+            rows: inputs of the LM head, which came with the message.
+            arrived_s: time at which the message was complete on this rank.
 
         Returns:
             The result, the seconds that it took, and the time at which it was ready.
@@ -181,7 +202,7 @@ class StageRunner:
     def _message(
         self, frame: MicroBatchFrame, output: StageOutput, stage_times: tuple[StageTime, ...], short: bool
     ) -> tuple[Frame, Tensor | None]:
-        """Return the message for downstream: activations, rows for an LM head on the first stage, or tokens."""
+        """Return the message for the next rank: activations, inputs of an LM head on the first stage, or tokens."""
         microbatch = frame.microbatch
         if output.hidden is not None:
             known = {sequence for sequence, _ in frame.bad}
@@ -193,10 +214,13 @@ class StageRunner:
         return StepResult(microbatch.index, tokens, stage_times, short), None
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
-        """Return the output, and whether it took a second attempt. After one, the coordinator asks for less at a time.
+        """Compute a microbatch. If memory runs out, free unused memory and try once more.
 
-        The same microbatch again writes the same keys and values to the same places. If other ranks compute it too,
-        there is no second attempt, since they would not know about it.
+        The second attempt writes the same keys and values to the same places. With tensor parallelism there is none,
+        since the other ranks of the stage would not know about it.
+
+        Returns:
+            The output, and True if it took a second attempt. The coordinator then issues smaller microbatches.
 
         Raises:
             MemoryLostError: there is no memory for the microbatch.
@@ -208,7 +232,7 @@ class StageRunner:
                 raise
             if self._shard_group is not None:
                 raise self._no_memory(microbatch, "", error) from error
-        # After the except block: the failed attempt's tensors live as long as its traceback.
+        # Not inside the except block: there, the traceback still holds the tensors of the failed attempt.
         give_back()
         try:
             return compute(hidden), True
@@ -221,12 +245,12 @@ class StageRunner:
         return MemoryLostError(
             f"{self._name} has no memory for a microbatch of {microbatch.num_tokens} tokens{attempts}: "
             f"{str(error).splitlines()[0]}. Try a smaller --chunk-size, --max-num-seqs or --kv-cache-memory, and "
-            f"--resume",
+            f"run again with --resume",
             at_start=self._progress.num_done == 0,
         )
 
     def _settle(self) -> None:
-        """Take the times of the spans that the device has ended."""
+        """Read the times of the microbatches that the device has completed, and queue them for `_record`."""
         while self._unsettled:
             span = self._unsettled[0]
             start_s, end_s = span.start.at_s(), span.end.at_s()
@@ -241,7 +265,10 @@ class StageRunner:
             self._untold.append(StageTime(index, end_s - start_s))
 
     def _record(self) -> None:
-        """Release inputs and record spans. No stage waits for this: the next stage has its input by then."""
+        """Release the input buffers of completed microbatches, and record their compute spans in the trace.
+
+        This happens after the output was sent, so no stage waits for it.
+        """
         while self._settled:
             release, told = self._settled.popleft()
             release()
@@ -255,7 +282,7 @@ class StageRunner:
             self._recorder.record(SendWait(asked_s, got_s))
 
     def close(self) -> None:
-        """Say goodbye downstream, after all other messages, and record the remaining spans.
+        """Send a goodbye, the last message of an edge, to the next ranks. Record the remaining compute spans.
 
         The coordinator ends a run when it has all results, so the device has no work left.
         """
@@ -268,7 +295,7 @@ class StageRunner:
         self._record()
 
     def serve(self, upstream: Receiver[Tensor]) -> None:
-        """Run the microbatches from upstream until it says goodbye, then say goodbye too."""
+        """Run the microbatches that arrive from `upstream` until a goodbye comes. Then send a goodbye too."""
         while True:
             message = upstream.receive()
             assert message is not None
@@ -282,8 +309,10 @@ class StageRunner:
 
 
 def _blamed(tokens: tuple[SampledToken, ...], bad: dict[int, int], last: int) -> tuple[SampledToken, ...]:
-    """Return the tokens, with the first bad stage of each failed one.
+    """Return the tokens. Each failed one gets the index of the first stage that had NaN or infinity.
 
-    If no earlier stage reported it, it is the last one.
+    Args:
+        bad: for each sequence, the first stage that reported such values.
+        last: index of the last stage. It is taken if no earlier stage reported the sequence.
     """
     return tuple(token._replace(first_bad=bad.get(token.sequence, last)) if token.failed else token for token in tokens)

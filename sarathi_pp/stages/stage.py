@@ -18,10 +18,11 @@ class StageOutput:
     """The output of a stage for one microbatch.
 
     Attributes:
-        hidden: (T, hidden_size) for the next stage; None on the last one, which draws tokens instead.
-        tokens: drawn tokens.
-        rows: (n, hidden_size) of the drawn tokens, from a last stage that leaves the LM head to the first.
-        bad: sequences whose output is not finite everywhere. It is only checked if that was requested.
+        hidden: activations for the next stage, (T, hidden_size) for T tokens. None on the last stage.
+        tokens: tokens that the last stage drew, or the first stage if it computes the LM head.
+        rows: inputs of the LM head, (n, hidden_size) for n tokens to draw. Set if the last stage leaves the LM head to
+            the first stage.
+        bad: indices of the sequences whose `hidden` has NaN or infinity. It is only checked with --debug-nan.
     """
 
     hidden: Tensor | None = None
@@ -31,16 +32,17 @@ class StageOutput:
 
 
 class Compute(Protocol):
-    """Embedding, layers, LM head and sampling of one microbatch."""
+    """A function that computes one microbatch: those of embedding, layers, LM head and sampling that the stage has."""
 
     def __call__(self, hidden: Tensor | None) -> StageOutput:
         """Compute the microbatch.
 
-        If it found no memory, it may be called again with the same input. The output shares no memory with the input. A
-        device may still be computing when this returns.
+        If memory ran out, it may be called again with the same input. The output shares no memory with the input. A GPU
+        may still be computing when this returns.
 
         Args:
-            hidden: (T, hidden_size) from the stage before; None on the first stage, which embeds token ids.
+            hidden: activations from the stage before, (T, hidden_size) for T tokens. None on the first stage, which
+                embeds token ids.
         """
         ...
 
@@ -49,11 +51,12 @@ class Stage(Protocol):
     """A part of the model that runs microbatches in the order in which they were issued.
 
     Attributes:
-        counts_cpu: the computing thread's CPU time has a meaning for a compute span.
+        counts_cpu: True if the computing thread's CPU time is a measure of the stage's work. It is not on a GPU, nor
+            if the stage is emulated.
         bytes_read: bytes of weights read at loading.
-        steps: layers computed so far, which also increases inside of a microbatch. On a device, layers count once they
-            are launched.
-        graphed: microbatches that a CUDA graph ran, and those that fit none; None without graphs.
+        steps: number of layers computed so far. It also grows inside a microbatch. On a GPU, a layer counts once it is
+            launched.
+        graphed: number of microbatches that a CUDA graph ran, and number that fit no graph; None without graphs.
     """
 
     @property
@@ -66,31 +69,39 @@ class Stage(Protocol):
     def graphed(self) -> tuple[int, int] | None: ...
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
-        """Do the host's own part: page tables, indices, token ids. Return the remaining work, which is timed."""
+        """Prepare a microbatch on the host: page tables, indices, token ids.
+
+        Return a function that does the remaining work. The trace times only that function.
+        """
         ...
 
     def prepare_head(self, microbatch: MicroBatch) -> Compute:
-        """Prepare the LM head on a first stage that has it too.
+        """Return a function that computes the LM head of a microbatch and draws its tokens.
 
-        It makes tokens from the rows that the last stage leaves to it.
+        It is for a first stage that has the LM head too. The function gets the rows that the last stage sent.
         """
         ...
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
-        """Pay the costs of first calls before the run, for microbatches of up to num_tokens after num_keys."""
+        """Compute synthetic microbatches before the run, so that it does not pay for compiling and first allocations.
+
+        Args:
+            num_tokens: most tokens of such a microbatch.
+            num_keys: longest context of its tokens, in tokens.
+        """
         ...
 
 
 class StageMaker(Protocol):
-    """The maker of a rank's stage. First it loads what does not depend on the run, then it makes the stage.
+    """The maker of a rank's stage. It loads the weights first, and makes the stage when the page count is known.
 
     Attributes:
         page_size: tokens per KV page.
         attention: name of the attention backend.
         device_name: type of the device, for the reports.
-        has_head: True on the first stage if it has loaded the LM head too, and on the other stages if the run wants
-            it there. Known after `load`.
-        reading: shows how much of the weights `load` has read, if it is formatted.
+        has_head: True if the run wants the first stage to have the LM head too. On the first stage, `load` sets it to
+            False if there is no room.
+        reading: an object whose text shows how much of the weights `load` has read.
     """
 
     @property
@@ -105,7 +116,7 @@ class StageMaker(Protocol):
     def reading(self) -> object: ...
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
-        """Return the bytes that `load` takes for the layers [first, end), from the checkpoint's headers alone."""
+        """Return the bytes of memory that `load` takes for the layers [first, end). Only file headers are read."""
         ...
 
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
@@ -117,9 +128,9 @@ class StageMaker(Protocol):
         ...
 
     def count_pages(self, layers: tuple[int, int], sharers: Mapping[str, int]) -> int:
-        """Return how many KV pages fit next to what was loaded.
+        """Return the number of KV pages that fit into memory next to the loaded weights.
 
-        Call it when every rank has loaded, since some may share the memory.
+        Call it after every rank has loaded its weights, since several ranks may share the memory.
 
         Args:
             sharers: number of ranks that draw on each pool of memory, by the pool's id.
@@ -129,10 +140,10 @@ class StageMaker(Protocol):
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
         """Return the bytes of KV pages whose memory is taken only when a page is written; 0 if `make` takes it at once.
 
-        In the first case, `make` cannot notice that there is too little memory, so it must be checked before.
+        In the first case, `make` cannot notice that there is too little memory. So the caller checks this before.
         """
         ...
 
     def make(self, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype) -> Stage:
-        """Return the stage, for the page count that all ranks agreed on."""
+        """Return the stage, with the number of KV pages on which all ranks have agreed."""
         ...

@@ -1,13 +1,14 @@
-"""The memory that a stage on a GPU needs besides its weights and KV pages.
+"""The memory that a stage on a GPU needs besides its weights and KV pages, such as activations, logits and CUDA graphs.
 
 A run measures it with a loaded stage, before pages are counted. A plan estimates it from the model's shape.
 
-It is measured with the largest microbatch that the policy can emit, with as many drawn rows as possible:
+The measurement computes the largest microbatch that the policy can emit (d is a decode). In it, as many sequences as
+possible draw a token (x), because each of them needs a row of logits:
 
     sequences    d  d  d  d  [ prompt ......... ]  [ prompt ... ]
     drawn        x  x  x  x   x
 
-All tokens are synthetic and share one page, so the measurement takes no memory for keys and values.
+All tokens are synthetic and share one KV page, so the measurement takes almost no memory for keys and values.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, 
 
 @dataclass(frozen=True, slots=True)
 class LargestMicrobatch:
-    """The largest microbatch of a policy, and the most rows that are drawn from one."""
+    """The size of the largest microbatch that a policy can emit.
+
+    Attributes:
+        num_tokens: most tokens of a microbatch.
+        num_rows: most sequences of a microbatch that draw a token. Each needs a row of logits.
+        max_model_len: most tokens of a sequence.
+    """
 
     num_tokens: int
     num_rows: int
@@ -51,9 +58,10 @@ class LargestMicrobatch:
         return cls(num_tokens, min(limits.max_num_seqs, num_tokens), limits.max_model_len)
 
     def spans(self, page_size: int) -> list[Span]:
-        """Return its sequences, which share page 0: decodes, and prompts of at most max_model_len tokens.
+        """Return the sequences of the microbatch: decodes, and prompt chunks of at most max_model_len tokens.
 
-        The prompts and a decode are at the end of the longest context. One such decode costs as much as several.
+        All share page 0. The prompt chunks and the first decode end at the longest context. The other decodes have no
+        context, because one decode with the longest context takes as much memory as several.
         """
         end = self.max_model_len
         table = array("q", [0]) * -(-end // page_size)
@@ -64,7 +72,10 @@ class LargestMicrobatch:
 
 
 def smaller_options(policy: PolicySpec, limits: Limits) -> str:
-    """Return the options that make the largest microbatch smaller, for an error message."""
+    """Return the names of the options whose smaller values make the largest microbatch smaller, joined by "or".
+
+    The result is for an error message.
+    """
     halves = {
         "--chunk-size": replace(limits, chunk_size=max(1, limits.chunk_size // 2)),
         "--max-model-len": replace(limits, max_model_len=max(1, limits.max_model_len // 2)),
@@ -77,10 +88,14 @@ def smaller_options(policy: PolicySpec, limits: Limits) -> str:
 def measure_working_bytes(
     model: StageModel, kv: KVShard, largest: LargestMicrobatch, hidden_size: int, num_heads: int, *, graphed: bool
 ) -> int:
-    """Return the most memory that computing a microbatch takes, drawing included, and that its graphs hold.
+    """Measure the bytes that a loaded stage needs besides its weights and KV pages.
+
+    This is the peak while the largest microbatch is computed and its tokens are drawn. The memory of the CUDA graphs
+    is added to it.
 
     Args:
-        kv: any shard with at least one page, and a spare one for graphs.
+        kv: KV pages of the stage: at least one page, and a spare one if `graphed`.
+        graphed: the stage has CUDA graphs.
 
     Raises:
         torch.OutOfMemoryError: the device has less memory.
@@ -90,7 +105,8 @@ def measure_working_bytes(
         _compute(model, kv, largest, hidden_size, device)
     if not graphed:
         return computing.num_bytes
-    # All graphs share the memory of the largest ones. One of these may be for decodes alone.
+    # All graphs share one memory, so the largest ones decide its size. Two may be equally large: one for decodes
+    # alone, and one for any microbatch.
     shapes = graph_shapes(largest.num_tokens, largest.num_rows)
     shapes = tuple(shape for shape in shapes if shape.num_tokens == shapes[0].num_tokens)
     with _measured(device) as capturing:
@@ -107,18 +123,19 @@ def estimate_working_bytes(
     has_lm_head: bool,
     graphed: bool,
 ) -> int:
-    """Estimate the result of `measure_working_bytes` without a loaded stage.
+    """Estimate the result of `measure_working_bytes` in bytes, without a loaded stage.
 
         layer    T * (4 hidden + the larger of attention and MLP)   4: residual, norm, output of the module, sum
         LM head  T * hidden + R * (hidden + vocabulary), and R float64 distributions
         graphs   the same again for the largest graph, whose memory stays allocated
 
-    T is the number of tokens, and R that of rows with logits.
+    The estimate is the larger of the first two lines, plus the third. T is the number of tokens, and R the number of
+    rows with logits.
 
     Args:
-        facts: facts of the model, with the heads that one rank has.
+        facts: facts of the model. Its attention heads are those of one rank.
         mlp: the part of the MLP that one rank has.
-        item_bytes: size of one activation.
+        item_bytes: bytes of one number of an activation.
         graphed: the stage has CUDA graphs.
     """
     attention = (3 * facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
@@ -141,9 +158,16 @@ def estimate_working_bytes(
 
 
 def edge_bytes(num_edges: int, num_tokens: int, hidden_size: int, item_bytes: int, inflight: int) -> int:
-    """Return the bytes of the activations that a GPU keeps for its edges.
+    """Return the bytes of activations on a GPU that are being received or sent.
 
-    They arrive in buffers, and leave from the memory in which they were computed.
+    Received activations need buffers. Activations to send keep the memory in which they were computed until they have
+    left. In the worst case, every message of every edge has the largest size.
+
+    Args:
+        num_edges: number of edges that carry activations to or from this stage: 0 to 2.
+        num_tokens: tokens of the largest microbatch.
+        item_bytes: bytes of one number of an activation.
+        inflight: most microbatches in flight.
     """
     return num_edges * edge_buffers(inflight) * num_tokens * hidden_size * item_bytes
 
@@ -160,12 +184,12 @@ def _compute(
         x = torch.zeros(largest.num_tokens, hidden_size, dtype=kv.dtype, device=device)
     y = model.forward(x, inputs, kv)
     if model.has_lm_head:
-        # If one row is drawn at random, the weights of all rows are computed.
+        # One row that is not greedy is enough: then `sample` computes the weights of all rows.
         sample(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)])
 
 
 class _NotCaptured:
-    """A graph whose work runs at once. It takes the same memory as capturing."""
+    """A stand-in for a CUDA graph: `capture` runs the work instead. This takes as much memory as capturing it."""
 
     def capture(self, work: Callable[[], None]) -> None:
         work()
@@ -176,7 +200,7 @@ class _NotCaptured:
 
 @dataclass(slots=True)
 class _Peak:
-    """The most memory that was allocated at once, above what was allocated before."""
+    """The most bytes that were allocated at the same time, beyond those that were allocated before."""
 
     num_bytes: int = 0
 

@@ -1,4 +1,4 @@
-"""The clock, which is always passed in.
+"""Clocks. Code that needs the time gets a Clock as an argument.
 
 This is the only file that imports `time`. So tests and a simulator can run everything that takes a Clock on virtual
 time.
@@ -11,8 +11,9 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of times, all in seconds. `now` never goes back and means nothing on another host. `wall` is unix time.
+    """A source of times, all in seconds.
 
+    `now` never goes back. Its zero is arbitrary, so its values mean nothing on another host. `wall` is unix time.
     `thread_cpu` is the CPU time of the calling thread. If it grows less than `now` over the same span, the thread did
     not run for the difference.
     """
@@ -40,7 +41,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when it is called: `sleep` passes time, `work` passes time and uses CPU."""
+    """A clock of virtual time. Only calls move it: `sleep` lets time pass, `work` lets time pass and uses CPU."""
 
     def __init__(self, now_s: float = 0.0, wall_offset_s: float = 0.0) -> None:
         self._now_s = now_s

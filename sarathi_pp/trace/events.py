@@ -1,13 +1,13 @@
-"""The closed vocabulary of a trace: each event is a frozen value and one JSON line, `{"e": "compute", ...}`.
+"""All kinds of events in a trace. Each event is a frozen value and one JSON line, `{"e": "compute", ...}`.
 
 Every rank writes one file. It starts with TraceStart, and ends with TraceEnd unless the process was killed. It holds a
-Compute for every microbatch, up to a Cut if there is one. Facts that only the coordinator knows are in rank 0's file.
-All reports are pure folds over these events.
+Compute for every microbatch, unless a Cut ends the recording early. Facts that only the coordinator knows are in rank
+0's file. All reports are computed from these events alone.
 
-Times are seconds on the monotonic clock of the rank that wrote the file. Only `Compute.issued_s`, which travels with
-the microbatch, is on rank 0's clock. `clock_offset_s` converts one into the other:
+Times are seconds on the monotonic clock of the rank that wrote the file. Only `Compute.issued_s`, which comes with the
+microbatch, is on rank 0's clock. `clock_offset_s` converts between the two clocks:
 
-    rank 0's time = local time + clock_offset_s        known at both ends of the file, linear in between
+    rank 0's time = local time + clock_offset_s        measured at both ends of the file, linear in between
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class TraceStart:
 
     Attributes:
         at_s, unix_s: the same instant on the local monotonic clock and as unix time.
-        layers: [first, end), global indices.
-        num_pages: pages of the stage's KV shard.
-        clock_uncertainty_s: half of the best round trip that measured the offset.
-        replica: index of this pipeline among num_replicas. "Rank 0" above is then the rank that leads it.
-        replica_offset_s: offset from the clock of that rank to the run's clock.
+        layers: layers of the stage, [first, end), counted in the whole model.
+        num_pages: number of KV pages of the stage.
+        clock_uncertainty_s: half of the shortest round trip that measured the offset.
+        replica: index of this pipeline among num_replicas. With several replicas, "rank 0" in this module means the
+            rank that leads this replica.
+        replica_offset_s: seconds to add to a time on that rank's clock to get the time on the run's clock.
     """
 
     at_s: float
@@ -69,12 +70,13 @@ class TraceStart:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """Rank 0: a microbatch left the coordinator. The counts are those of its Load.
+    """Rank 0: a microbatch left the coordinator.
 
     Attributes:
-        text: its printed schedule.
-        pages_used: KV pages taken at this moment, this microbatch's included.
-        tokens_held: tokens stored in these pages.
+        text: the printed microbatch, such as m7[s3:256+128].
+        prefill_tokens, decodes, decode_context, prefill_attention: see Load in core/cost/model.py.
+        pages_used: number of KV pages in use now, with those of this microbatch.
+        tokens_held: number of tokens in these pages.
     """
 
     microbatch: int
@@ -112,25 +114,25 @@ class Issued:
 
     @property
     def sequences(self) -> list[int]:
-        """Indices of the sequences in it."""
+        """Indices of the sequences in the microbatch."""
         return list(map(int, _SEQUENCE.findall(self.text)))
 
     @property
     def num_chunks(self) -> int:
-        """Number of prefill chunks. Only they have a length in the printed form."""
+        """Number of prefill chunks. Only they are printed with a length, as in s3:256+128."""
         return self.text.count("+")
 
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """Rank 0: no microbatch can be issued. This is written when the reason changes, and the next Issued ends it.
+    """Rank 0: no microbatch can be issued. It is written when the reason changes, and holds until the next Issued.
 
     Reasons:
         full: as many microbatches are in flight as are allowed.
         held: at least one microbatch per stage is in flight. The policy wants no more, though there is something to
             compute.
-        no_arrivals: nothing is unfinished.
-        no_kv: no pages are free.
+        no_arrivals: all requests that have arrived are finished.
+        no_kv: requests wait, and too few KV pages are free.
         tokens_in_flight: every running sequence waits for its own last token. Or fewer microbatches than stages are in
             flight, and the policy wants nothing of what could be computed.
     """
@@ -144,11 +146,11 @@ class Compute:
     """A stage ran its layers over one microbatch from start_s to end_s, receiving and sending excluded.
 
     Attributes:
-        issued_s: on rank 0's clock, from the header.
-        arrived_s: time when the input was complete here.
+        issued_s: time of issue on rank 0's clock.
+        arrived_s: time when the input was complete on this rank.
         cpu_s: CPU time of the computing thread in the span; None if it means nothing (a GPU, an emulated stage).
-        collective_s: part of the span that sums over the stage's ranks took, including the wait for each other; None if
-            it is unknown.
+        collective_s: seconds of the span in sums over the stage's ranks, including the wait for each other; None
+            without tensor parallelism.
     """
 
     microbatch: int
@@ -164,7 +166,7 @@ class Compute:
 class Head:
     """The first stage computed the LM head of a microbatch, from the rows that the last stage sent.
 
-    The fields are as in Compute, except arrived_s: the time when the rows were complete here.
+    The fields are as in Compute, except arrived_s: the time when these rows were complete on the first stage.
     """
 
     microbatch: int
@@ -200,7 +202,7 @@ class RowRefused:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """Rank 0: a request exists. at_s is its arrival, from which latencies count, not the time of writing."""
+    """Rank 0: a request arrived. at_s is its arrival, from which latencies count, and not the time of writing."""
 
     index: int
     at_s: float
@@ -213,9 +215,9 @@ class RequestFinished:
 
     Attributes:
         first_issue_s: time when its first chunk was issued; None if it never ran.
-        first_token_s: None without output.
-        gaps_us: whole microseconds from each output token to the next, output_tokens - 1 of them. They are kept
-            exactly, since they take no more room than the text of the microbatches that computed the tokens.
+        first_token_s: time of the first output token; None without output.
+        gaps_us: whole microseconds from each output token to the next, output_tokens - 1 of them. All are kept, since
+            they take no more room than the printed microbatches that computed the tokens.
     """
 
     index: int
@@ -232,11 +234,11 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The end of the first part of a run. Only Totals and TraceEnd are written after it.
+    """The end of recording before the end of the run. Only Totals and TraceEnd are written after it.
 
     Reasons:
-        size: the file has its largest size.
-        queue: events came faster than the disk took them.
+        size: the file has reached its largest size.
+        queue: events came faster than the disk could write them.
     """
 
     reason: CutReason
@@ -244,13 +246,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Rank 0: sums over the whole run, of which a trace may hold only the first part.
+    """Rank 0: sums over the whole run. After a Cut, the other events cover only its first part.
 
     Attributes:
-        requests: input lines, refused ones included.
-        failed: requests that got an error.
-        prompt_tokens, output_tokens: of the completed ones.
-        first_issue_s, last_result_s: the run window; None without a result.
+        requests: number of input lines, with those that were refused.
+        failed: number of requests that got an error.
+        prompt_tokens, output_tokens: tokens of the completed requests.
+        first_issue_s, last_result_s: start and end of the run's window; None without a result.
     """
 
     microbatches: int
@@ -268,9 +270,9 @@ class TraceEnd:
     """The last line of a file whose process ended in order.
 
     Attributes:
-        bytes_read: bytes of the weights, at loading.
-        graph_hits: microbatches that a CUDA graph ran; null without graphs.
-        graph_misses: microbatches that no graph fits; null without graphs.
+        bytes_read: bytes of weights read at loading.
+        graph_hits: number of microbatches that a CUDA graph ran; null without graphs.
+        graph_misses: number of microbatches that fit no graph; null without graphs.
     """
 
     at_s: float
@@ -314,7 +316,7 @@ KINDS: dict[str, type[Event]] = {
     "end": TraceEnd,
 }
 
-# Keys of the fields that are written for every microbatch. The names of other fields are their keys.
+# Short JSON keys of the fields that are written for every microbatch. The key of any other field is its name.
 _SHORT = {
     "microbatch": "m",
     "at_s": "t",
@@ -352,7 +354,7 @@ def _are_ints(value: object) -> bool:
     return type(value) is list and all(map(_is_int, value))
 
 
-# By type of a field: the check that a value read from JSON is legal for it.
+# For each type of a field: the check that a value read from JSON is legal.
 _LEGAL: dict[object, Callable[[object], bool]] = {
     int: _is_int,
     float: _is_number,
@@ -371,10 +373,11 @@ class _Layout(NamedTuple):
     """The JSON form of one kind of event.
 
     Attributes:
+        name: value of the key "e".
         fields: names of the fields.
         keys: their JSON keys.
-        legal: checks of their values.
-        values: reader of all values of an event.
+        legal: a check for the value of each field.
+        values: returns the values of all fields of an event.
     """
 
     name: str
@@ -400,7 +403,11 @@ _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def encode(event: Event) -> str:
-    """Return one line without its newline, ASCII. Raises ValueError for a time that is not finite."""
+    """Return an event as one line of JSON in ASCII, without the newline.
+
+    Raises:
+        ValueError: a time is not finite.
+    """
     layout = _LAYOUTS[type(event)]
     return _to_json({"e": layout.name, **dict(zip(layout.keys, layout.values(event), strict=True))})
 

@@ -38,11 +38,11 @@ class Spread:
 
     @classmethod
     def of_counts(cls, counts: Mapping[int, int], unit: float) -> Spread:
-        """Return the spread of whole numbers of a unit. A run has many of them, but few different ones.
+        """Return the spread of a series of whole numbers. Use it for a long series with few different numbers.
 
         Args:
-            counts: how often each number occurs.
-            unit: size of 1 in the result.
+            counts: for each number, the times that it is in the series.
+            unit: factor for the results, such as 1e-6 if the numbers are microseconds and the results seconds.
         """
         total = sum(counts.values())
         if not total:
@@ -50,7 +50,7 @@ class Spread:
         numbers = sorted(counts)
         last = list(
             accumulate(counts[number] for number in numbers)
-        )  # for each number, one past its last place in the series
+        )  # for each number, the index after its last one in the sorted series
 
         def at(percent: float) -> float:
             place = (total - 1) * percent / 100
@@ -62,7 +62,7 @@ class Spread:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return a percentile of a sorted, non-empty series, linear between its members as in numpy."""
+    """Return a percentile (0 to 100) of a sorted, non-empty series, with linear interpolation as in numpy."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
@@ -71,10 +71,10 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RequestLatency:
-    """Latencies of one request, in seconds from its arrival; None if there were too few tokens.
+    """Latencies of one request in seconds, as the module's docstring defines them; None if there were too few tokens.
 
     Attributes:
-        queue_s: until its first chunk was issued.
+        queue_s: from its arrival until its first chunk was issued; None if it never ran.
     """
 
     queue_s: float | None
@@ -109,7 +109,7 @@ def latency_spreads(requests: Iterable[RequestFinished]) -> dict[str, Spread]:
 
 
 def latency_series(requests: Iterable[RequestFinished]) -> dict[str, list[float]]:
-    """Return every value of these latencies, with the same keys as `latency_spreads`."""
+    """Return all values of each latency over the requests that did not fail, with the keys of `latency_spreads`."""
     succeeded = [request for request in requests if request.finish_reason != "error"]
     return {**_of_requests(succeeded), "itl_s": [gap_us * 1e-6 for one in succeeded for gap_us in one.gaps_us]}
 

@@ -4,8 +4,8 @@
 be given instead. Twice per second a daemon thread makes, encodes and writes the collected events, in whole lines. If a
 process is killed, the last half second is lost and the last line of the file may be torn. `read_trace` skips that line.
 
-Disk and memory use have limits, however long the run is. If a file has its largest size, or the writer falls too far
-behind, the trace ends with a Cut. Only the sums and the end of the run follow it.
+Disk and memory use have limits, however long the run is. If a file reaches its largest size, or the writer falls too
+far behind, the trace is cut. It gets the event Cut, and after it only the sums over the whole run and its end.
 
     TraceStart  events of the first part  Cut  .......................  Totals  TraceEnd
                                                no event of the later parts
@@ -30,14 +30,15 @@ _LINES_PER_WRITE = 64
 # wait, it is released less often, because the computing thread may keep it for 5 ms each time.
 _BREATH_S = 1e-4
 _EVENTS_PER_BREATH = 1 / 64  # share of the waiting events
-# Events that wait in memory, each maybe with its microbatch. From the smaller number on, the writer does not sleep.
+# Numbers of events that wait in memory, each maybe with its microbatch. From _MANY_WAITING on, `record` wakes the
+# writer. At MOST_WAITING, `record` waits for the writer.
 _MANY_WAITING = 4_096
 MOST_WAITING = 16_384
-# Time for the writer to make room. Only a disk that does not respond takes that long.
+# Most seconds that `record` waits for the writer. Only a disk that does not respond takes that long.
 _PATIENCE_S = 1.0
-# Most bytes of a trace. On rank 0 they are about 16 million decoded tokens, for which a report takes half a minute.
+# Most bytes of a trace. On rank 0 this is enough for about 16 million decoded tokens. Their report takes half a minute.
 MOST_BYTES = 256 * 2**20
-# These are always written.
+# These events are written even after a cut.
 _ALWAYS = (Totals, TraceEnd)
 
 
@@ -69,7 +70,7 @@ class Recorder:
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._roomy = threading.Event()
-        self._unbreathed = 0  # events since the lock was released
+        self._unbreathed = 0  # events made since the interpreter lock was released
         self._failure: Exception | None = None
         try:
             self._file = path.open("xb", buffering=0)
@@ -89,9 +90,9 @@ class Recorder:
         self._events.append(event)
 
     def _has_room(self, event: Event | Callable[[], Event]) -> bool:
-        """Return whether the event may be added.
+        """Wake the writer, and wait for it if too many events wait. If that does not help, cut the trace.
 
-        Wake the writer, and wait for it if too many events wait. If that does not help, cut the trace.
+        Return whether the event may be added.
         """
         self._wake.set()
         if not self._full and len(self._events) >= MOST_WAITING:
@@ -130,7 +131,7 @@ class Recorder:
         self._write_gathered()
 
     def _write_gathered(self) -> None:
-        # Counted first: events recorded meanwhile wait for the next round, so a busy run cannot keep this loop going.
+        # Count them first. Events that are recorded meanwhile wait for the next call, so this loop always ends.
         remaining = len(self._events)
         while remaining:
             count = min(remaining, _LINES_PER_WRITE)
@@ -172,13 +173,13 @@ class Recorder:
 
 
 def read_trace(path: Path) -> Iterator[Event]:
-    """Yield the events of one file, also while it is being written.
+    """Yield the events of one trace file. It may still be growing.
 
     A last line without its newline comes from a killed process, and is skipped.
 
     Raises:
         MissingError: there is no such file.
-        InputError: a line is no event. The message gives its number.
+        InputError: a line is not an event. The message gives the line's number.
     """
     try:
         file = path.open("rb")

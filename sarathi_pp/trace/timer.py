@@ -1,6 +1,6 @@
-"""Points in a device's work.
+"""Points in a device's work, and the times at which the device reaches them.
 
-A GPU works later than the program that feeds it. So the time of a point is known later too.
+A GPU does its work later than the program launches it. So the time of a point may be known only later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostTimer:
-    """The timer if the program itself computes: work is done when its call returns."""
+    """A timer for stages that compute on the CPU: their work is done when its call returns."""
 
     clock: Clock
 
@@ -41,7 +41,7 @@ class HostTimer:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A point in the work of the host, which is past."""
+    """A point in the past, whose time is known."""
 
     seconds: float
 

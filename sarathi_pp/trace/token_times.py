@@ -20,7 +20,7 @@ class TokenTimes:
         self._gaps_us = array("q")
 
     def issued(self, at_s: float) -> None:
-        """Record that a chunk was issued. The first one counts, also if a later one computes the first tokens again."""
+        """Record that a chunk was issued. Only the request's first chunk counts, even if a preemption runs it again."""
         if self.first_issue_s is None:
             self.first_issue_s = at_s
 

@@ -103,7 +103,10 @@ class Weights:
 
     @cached_property
     def _sums(self) -> list[int]:
-        """Bytes of all layers before each layer. The first one includes the embedding, the last one the LM head."""
+        """Entry i is the bytes of the layers before layer i, and the last entry is the bytes of all layers.
+
+        The first layer is counted with the embedding, the last layer with the LM head.
+        """
         sums = [0]
         for layer in range(self.model.facts.num_layers):
             sums.append(sums[-1] + self._stage_bytes((layer, layer + 1)))

@@ -2,7 +2,7 @@
 
     write(text) -> | fragment | fragment | last fragment | -> read()
 
-The buffers of an edge are as large as its largest message, and the length of a text has no bound.
+A text may be longer than any message, since the buffers of an edge have a fixed size.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ PAYLOADS = Payloads(_FRAGMENT_BYTES, (), torch.uint8, torch.device("cpu"))
 class Remote:
     """Another rank with a byte stream in both directions."""
 
-    name: str  # in messages
+    name: str  # for messages to the user
     outgoing: ByteStreamSender
     incoming: ByteStreamReceiver
 
 
 class ByteStreamSender:
-    """The sending end. Any thread may write."""
+    """The sending end of a byte stream. Any thread may write."""
 
     def __init__(self, sender: Sender[Tensor]) -> None:
         self._sender = sender
         self._lock = threading.Lock()  # held for a whole text
 
     def write(self, text: bytes) -> None:
-        """Send a text. Wait while the other end is slow to read. Raises the error that ended the edge."""
+        """Send a text of at least one byte. This may wait for a slow reader. Raises the error that ended the edge."""
         pieces = [text[start : start + _FRAGMENT_BYTES] for start in range(0, len(text), _FRAGMENT_BYTES)]
         with self._lock:
             for number, piece in enumerate(pieces, start=1):
@@ -57,10 +57,10 @@ class ByteStreamSender:
 
 
 class ByteStreamReceiver:
-    """The receiving end. One thread reads.
+    """The receiving end of a byte stream. Only one thread may read.
 
     Attributes:
-        ended: the other end has closed.
+        ended: the other end has closed the stream.
     """
 
     def __init__(self, receiver: Receiver[Tensor]) -> None:
@@ -69,9 +69,12 @@ class ByteStreamReceiver:
         self.ended = False
 
     def read(self, timeout_s: float | None = None) -> bytes | None:
-        """Return the next text; None if it is not complete within timeout_s, or the other end has closed.
+        """Return the next text; None if the other end has closed the stream, or if a fragment takes too long.
 
         Raises the error that ended the edge.
+
+        Args:
+            timeout_s: seconds to wait for each fragment of the text; None waits without limit.
         """
         while not self.ended and (message := self._receiver.receive(timeout_s)) is not None:
             frame, payload = message.frame, message.payload

@@ -1,4 +1,4 @@
-"""The interface of the wire that stages use, and an in-process channel with this interface.
+"""The interfaces with which stages send and receive messages, and a channel inside one process that has both.
 
 A sender has a limited number of send buffers. `reserve` waits for one (the recorded state `send_wait`), and `send` then
 never blocks. A receiver hands out messages in order. `release` gives a message's buffer back.
@@ -16,7 +16,7 @@ from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from sarathi_pp.wire.codec import Frame, Goodbye
 
-# Start of the names of threads that may be inside a transfer.
+# Prefix of the names of threads that may be inside a send or receive.
 COMMUNICATING = "transfer "
 
 Payload = TypeVar("Payload")
@@ -24,7 +24,7 @@ Sent = TypeVar("Sent", contravariant=True)
 
 
 def edge_buffers(inflight: int) -> int:
-    """Return the messages for which an edge has room: all microbatches in flight, and a goodbye."""
+    """Return the number of messages for which an edge has room: all microbatches in flight, and a goodbye."""
     return inflight + 1
 
 
@@ -36,7 +36,7 @@ class Clock(Protocol):
 
 
 class Landing(Protocol):
-    """A point in a device's work. See trace.timer.Mark."""
+    """A point in a device's work. See Mark in trace/timer.py, which the wire does not import."""
 
     def at_s(self) -> float | None: ...
     def wait(self) -> None: ...
@@ -79,7 +79,7 @@ class Receiver(Protocol[Payload]):
 
 
 class NoSender(Generic[Payload]):
-    """The sender of a stage whose output another rank sends too. It does nothing."""
+    """A sender that does nothing, for a rank whose output another rank of the same stage sends."""
 
     def reserve(self) -> None: ...
 
@@ -89,7 +89,7 @@ class NoSender(Generic[Payload]):
 
 
 class NumberCheck:
-    """The count of frames on an edge. Any frame but the next one is refused."""
+    """A check that the frames of an edge arrive in order, each once."""
 
     def __init__(self) -> None:
         self._next = 0

@@ -1,9 +1,9 @@
-"""Frames on a stage edge: one fixed head, one body of flat numbers, then the payload.
+"""The binary form of frames, the messages between ranks: a head of fixed size, a body of numbers, then the payload.
 
     head   magic 4s | version u16 | kind u16 | number u64 | body u32 | payload u64 | crc32 u32
     body   u32 integers | u32 reals | int64 ... | float64 ...
     gap    zeros to the next multiple of 64
-    payload   activations, raw, in the model's dtype, or a piece of a text; after it a trailer u64
+    payload   activations, raw, in the model's dtype, or a fragment of a text; after it a trailer u64
 
 `number` counts the frames of an edge, so a repeated, lost or reordered frame is noticed. The checksum covers head and
 body. The payload's length is in the head, and the trailer shows that all of it came. TCP protects the payload's bits.
@@ -29,7 +29,7 @@ ALIGNMENT = 64
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
-# The bits of a chunk's flags: it is a decode, and a token is drawn after it.
+# The legal flags of a chunk. Bit 0: it is a decode. Bit 1: a token is drawn after it.
 _FLAGS = frozenset(range(4))
 _TRAILER = struct.Struct("<Q")
 TRAILER_BYTES = _TRAILER.size
@@ -40,10 +40,12 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchFrame:
-    """A microbatch on its way through the stages. Each stage adds a time that it computed. See StepResult.
+    """A microbatch on its way through the stages.
 
     Attributes:
-        bad: sequences whose activations are not finite, each with the first stage that noticed it.
+        stage_times: compute times, one per stage so far. Each stage appends its own. See StepResult.
+        bad: for each sequence whose activations have NaN or infinity: its index, and that of the first stage that
+            noticed it.
         short: see StepResult.
     """
 
@@ -55,10 +57,14 @@ class MicroBatchFrame:
 
 @dataclass(frozen=True, slots=True)
 class HeadFrame:
-    """A microbatch after the last stage, without its LM head.
+    """A microbatch that has passed the last stage, and whose LM head the first stage computes.
 
     The payload is the input of the LM head, one row per token that is drawn. The other fields are as in
     MicroBatchFrame.
+
+    Attributes:
+        index: index of the microbatch.
+        num_rows: number of rows of the payload.
     """
 
     index: int
@@ -73,12 +79,12 @@ class HeadFrame:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The message that the sender is alive.
+    """The message that its sender is alive.
 
     Attributes:
-        progress: microbatches that it has finished.
-        busy: it computes one now.
-        steps: layers that it has computed so far. This number grows inside a microbatch too.
+        progress: number of microbatches that the sender has finished.
+        busy: the sender computes a microbatch now.
+        steps: number of layers that the sender has computed so far. It grows inside a microbatch too.
     """
 
     progress: int
@@ -88,14 +94,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of a text, which is the frame's payload."""
+    """A fragment of a long text. The payload of the frame holds it. See byte_stream.py."""
 
-    last: bool  # the text ends with it
+    last: bool  # the text ends with this fragment
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """The last frame of an edge: the run is over in good order."""
+    """The last frame of an edge: the run has ended in order, and the sender sends nothing more."""
 
 
 Frame = MicroBatchFrame | HeadFrame | StepResult | Heartbeat | Fragment | Goodbye
@@ -105,7 +111,12 @@ Numbers = tuple[Sequence[int], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A decoded frame, and the position of its payload in the message."""
+    """A decoded frame, and the position of its payload in the message.
+
+    Attributes:
+        number: number of the frame on its edge, from 0.
+        payload_start: index of the payload's first byte in the message.
+    """
 
     frame: Frame
     number: int
@@ -118,7 +129,12 @@ def payload_start(body_bytes: int) -> int:
 
 
 def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
-    """Return everything of the message before the payload, padded to the payload's start."""
+    """Return the bytes of a message before its payload: head, body and padding.
+
+    Args:
+        number: number of the frame on its edge, from 0.
+        payload_bytes: size of the payload that follows.
+    """
     kind, (integers, reals) = _flatten(frame)
     body = _COUNTS.pack(len(integers), len(reals)) + struct.pack(f"<{len(integers)}q{len(reals)}d", *integers, *reals)
     head = _HEAD.pack(MAGIC, VERSION, kind, number, len(body), payload_bytes)
@@ -127,7 +143,7 @@ def encode(frame: Frame, number: int, payload_bytes: int = 0) -> bytes:
 
 
 def trailer(number: int) -> bytes:
-    """Return the bytes that follow the payload of a frame.
+    """Return the bytes that follow the payload of a frame. They depend on the frame's number.
 
     A receiver does not know the length of a message, and its buffer still holds bytes of an earlier one. The trailer
     shows that the message came to its end.
@@ -136,7 +152,7 @@ def trailer(number: int) -> bytes:
 
 
 def decode(message: memoryview | bytes) -> Envelope:
-    """Return the frame at the start of a message. Raises ProtocolError with the part that does not fit."""
+    """Return the frame at the start of a message. Raises ProtocolError, which names the part that is wrong."""
     view = memoryview(message)
     if len(view) < HEAD_BYTES:
         raise ProtocolError(f"a message of {len(view)} bytes is shorter than a head of {HEAD_BYTES}")
@@ -144,7 +160,9 @@ def decode(message: memoryview | bytes) -> Envelope:
     if magic != MAGIC:
         raise ProtocolError(f"a message starts with {bytes(magic)!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise ProtocolError(f"the peer speaks wire version {version}, this rank {VERSION}: install one version on both")
+        raise ProtocolError(
+            f"the peer speaks wire version {version}, this rank {VERSION}: install one version of sarathi-pp on both"
+        )
     start = payload_start(body_bytes)
     end = start + payload_bytes
     if end + _TRAILER.size * (payload_bytes > 0) > len(view):
@@ -221,7 +239,9 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
 
 
 def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
-    """Return counts, then the chunks by column. That takes a third of the time that chunk by chunk takes:
+    """Return all numbers of a frame: counts, then a column of numbers for each field of its chunks.
+
+    Columns take a third of the time that writing one chunk after another takes:
 
     integers   index | short | head on first | chunks | freed | bad | sequence, stage of each bad one | sequence ... |
                epoch ... | start ... | num_tokens ... | flags ... | number of token ids ... | number of new pages ... |
@@ -251,9 +271,12 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
 
 def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> MicroBatchFrame:
-    """Restore a frame by cutting the numbers with the counts.
+    """Return the frame whose numbers `_flatten_microbatch` made. The counts give the length of each column.
 
-    If the counts add up to all the numbers, each column has the right length.
+    If the counts add up to the number of all numbers, each column has the right length.
+
+    Raises:
+        ValueError: the numbers do not make a frame.
     """
     index, short, head_on_first, num_chunks, num_freed, num_bad = integers[:6]
     if min(num_chunks, num_freed, num_bad) < 0:
@@ -296,7 +319,11 @@ def _columns(numbers: Sequence[Number], start: int, count: int, length: int) -> 
 
 
 def _cut(numbers: Sequence[int], start: int, counts: Sequence[int]) -> tuple[list[tuple[int, ...]], int]:
-    """Cut consecutive pieces with the lengths in `counts`. Return them and the position after the last."""
+    """Cut `numbers`, from the index `start`, into consecutive tuples. Return them and the index after the last one.
+
+    Args:
+        counts: length of each tuple.
+    """
     pieces = []
     for count in counts:
         pieces.append(tuple(numbers[start : start + count]) if count else ())
@@ -331,13 +358,14 @@ SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 3)
 
 
 def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int) -> int:
-    """Return the size of the largest legal message of a run, without its payload.
+    """Return the bytes of the largest legal message of a run, without its payload.
 
-    Receivers post buffers for it in advance, and senders assert it.
+    Receivers prepare buffers of this size in advance. Senders check that no message is larger.
 
     Args:
-        max_tokens: of one microbatch.
-        max_seqs: over the pipeline.
+        max_tokens: most tokens of one microbatch.
+        max_seqs: most running sequences of the pipeline.
+        page_size: tokens per KV page.
     """
     chunks = min(max_tokens, max_seqs)
     pages = -(-max_tokens // page_size) + chunks

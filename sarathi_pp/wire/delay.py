@@ -9,10 +9,10 @@ from sarathi_pp.wire.channel import Clock, Message, Payload, Receiver
 
 
 class DelayedReceiver(Generic[Payload]):
-    """A receiver that hands out another receiver's messages `added_s` later, and says that they arrived then.
+    """A receiver that hands out another receiver's messages `added_s` seconds later, with a later arrival time.
 
-    Messages wait at the same time, as on a long line, and not one after the other. The other receiver watches the
-    sender, so silence is noticed as early as without the delay.
+    The delays of several messages overlap, as on a long line. They do not add up. The other receiver watches the
+    sender, so a silent sender is noticed as early as without the delay.
     """
 
     def __init__(self, receiver: Receiver[Payload], added_s: float, clock: Clock) -> None:

@@ -9,14 +9,15 @@ from sarathi_pp.errors import SarathiError
 from sarathi_pp.wire.channel import Clock
 from sarathi_pp.wire.stage_progress import StageProgress
 
+# Most seconds between heartbeats.
 _HEARTBEAT_S = 1.0
-# Heartbeats in the time for which a peer may be silent, so that one late heartbeat is no loss.
+# Least number of heartbeats per --peer-timeout. With only one, a late heartbeat would make a rank seem lost.
 _NUM_HEARTBEATS = 3
 
 
 class LossListener(Protocol):
     def report_loss(self, error: SarathiError) -> None:
-        """Handle the end of an edge. The thread that noticed the error calls it."""
+        """Handle an error that ended an edge. The thread that noticed the error calls this."""
         ...
 
 
@@ -36,7 +37,7 @@ class EdgeOptions:
     clock: Clock
     progress: StageProgress  # heartbeats report it
     losses: LossListener
-    peer_timeout_s: float  # how long the other end may be silent, or compute one layer
+    peer_timeout_s: float  # most seconds for which the other end may be silent, or compute one layer
 
     @property
     def heartbeat_s(self) -> float:
@@ -45,5 +46,5 @@ class EdgeOptions:
 
 
 def heartbeat_s(peer_timeout_s: float) -> float:
-    """Return the seconds between heartbeats of a rank whose peers accept silence for `peer_timeout_s`."""
+    """Return the seconds between heartbeats of a rank that may be silent for `peer_timeout_s` seconds."""
     return min(_HEARTBEAT_S, peer_timeout_s / _NUM_HEARTBEATS)

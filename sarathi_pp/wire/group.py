@@ -1,8 +1,8 @@
-"""Communicators of one part of a program, not of the whole process.
+"""Groups of ranks that communicate by gloo or NCCL, without torch's default process group.
 
 torch keeps one default process group per process and refuses a second one. But a program may have two pipelines at
-once, or a pipeline next to a process group of its own. So a group is made from its backend directly. Only its own ranks
-take part in making it, and it is in none of torch's tables.
+once, or a pipeline next to a process group of its own. So a group is made directly from a gloo or NCCL backend of
+torch. Only the ranks of the group take part in making it, and torch does not register it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _FOR_EVER = timedelta(days=365)
-# Backends that were not closed. Releasing one waits for its operations, forever if the other rank is stopped.
+# Backends that were not closed. They stay referenced, because freeing one waits for its operations. This would be
+# forever if the other rank is stopped.
 _open: set[Any] = set()
 
 
@@ -27,12 +28,12 @@ class Transfer(Protocol):
     """A send or receive under way."""
 
     def wait(self) -> object:
-        """Wait until it is done. Raises RuntimeError if the other rank is gone or silent."""
+        """Wait until the transfer is done. Raises RuntimeError if the other rank is gone or silent."""
         ...
 
 
 class Gathering:
-    """An all-gather under way."""
+    """An all-gather under way: every rank gets the tensors of all ranks."""
 
     def __init__(self, work: Any, parts: list[torch.Tensor]) -> None:
         self._work = work
@@ -48,11 +49,13 @@ class Gathering:
 
 
 class Group:
-    """This process's end of a communicator. Ranks are those of the group.
+    """This process's end of a group of ranks. Ranks are numbered from 0 inside the group.
 
     Args:
-        store: a part of a store that no other group uses.
-        timeout_s: how long an operation, or making the group, may wait for another rank.
+        store: key-value store of torch.distributed, or a part of one, that no other group uses.
+        rank: rank of this process in the group.
+        size: number of ranks.
+        timeout_s: most seconds that an operation, or making the group, may wait for another rank.
         backend: "gloo" or "nccl".
 
     Raises:
@@ -72,17 +75,17 @@ class Group:
         _open.add(self._backend)
 
     def send(self, tensor: torch.Tensor, rank: int) -> Transfer:
-        """Start to send. The tensor must not change until the transfer is done."""
+        """Start to send a tensor to a rank. The tensor must not change until the transfer is done."""
         transfer: Transfer = self._backend.send([tensor], rank, 0)
         return transfer
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
-        """Start to receive into the tensor."""
+        """Start to receive from a rank into the tensor."""
         transfer: Transfer = self._backend.recv([tensor], rank, 0)
         return transfer
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor by the sum of every rank's, on the caller's stream."""
+        """Replace the tensor by the sum of the tensors of all ranks. On a GPU, this runs on the caller's stream."""
         options = dist.AllreduceOptions()
         options.asyncOp = False
         work = self._backend.allreduce([tensor], options)
@@ -90,19 +93,22 @@ class Group:
             work.wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, in the order of ranks. All have one shape."""
+        """Return the tensors of all ranks, in the order of ranks. All must have one shape."""
         return self._start_gathering(tensor, AllgatherOptions()).result()
 
     @contextmanager
     def gathering(self, tensor: torch.Tensor) -> Iterator[Gathering]:
-        """Start an all-gather without a timeout. Wait inside until it is complete. An exception abandons it."""
+        """Start an all-gather without a timeout, for a `with` block.
+
+        The block must wait until it is complete, or raise. An exception abandons the all-gather.
+        """
         options = AllgatherOptions()
         options.timeout = _FOR_EVER
         gathering = self._start_gathering(tensor, options)
         try:
             yield gathering
         except BaseException:
-            # Releasing the backend would wait for this operation, also when the interpreter ends.
+            # Never free the backend, not even when the interpreter ends: freeing it would wait for this operation.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
             raise
 
@@ -111,6 +117,6 @@ class Group:
         return Gathering(self._backend.allgather([parts], [tensor], options), parts)
 
     def close(self) -> None:
-        """Close connections to devices. Connections over sockets end with the object."""
+        """Close the group. NCCL's connections end now, those of gloo when this object is freed."""
         self._backend.shutdown()
         _open.discard(self._backend)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Coordinate(NamedTuple):
-    """Position of one rank in the mesh. The rank that leads a replica holds its coordinator."""
+    """Position of one rank in the mesh, as indices from 0. The rank that leads a replica holds its coordinator."""
 
     replica: int
     stage: int
@@ -30,8 +30,11 @@ class Mesh:
     """Ranks of a run by coordinate: replicas x stages x shards.
 
     Attributes:
-        ranks: shards of a stage next to one another, then stages, then replicas; in order if none are given. Rank 0
-            leads replica 0.
+        replicas: number of pipelines.
+        stages: number of stages per pipeline.
+        shards: number of ranks per stage; 1 without tensor parallelism.
+        ranks: rank of each coordinate: first all shards of a stage, then the next stage, then the next replica. If
+            empty, ranks follow in this order: 0, 1, 2 and so on. Rank 0 always leads replica 0.
     """
 
     replicas: int = 1

@@ -1,4 +1,6 @@
-"""A message on an edge: a frame, then its activations, in the bytes of a buffer that both ends know.
+"""Write a message of an edge into a buffer of bytes, and read it back: a frame, then its activations.
+
+Both ends of the edge know the size of the buffer, and not the length of a message:
 
 | frame, padded | activations | trailer |     see wire/codec.py
 """
@@ -18,10 +20,13 @@ from sarathi_pp.wire.codec import Envelope, Fragment, Frame, HeadFrame, MicroBat
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """The activations that an edge carries: up to max_tokens rows of row_shape, on this rank's device.
+    """The form of the activations that an edge carries, which are the payload of its messages.
 
-    On an edge that carries texts (byte_stream.py), max_tokens is the size of the largest fragment, in bytes. On an edge
-    that carries only frames, it is 0.
+    Attributes:
+        max_tokens: most rows of a message; a row belongs to one token. On an edge that carries texts (byte_stream.py),
+            the size of the largest fragment in bytes. On an edge that carries only frames, 0.
+        row_shape: shape of a row.
+        device: device of this rank, on which the activations are.
     """
 
     max_tokens: int
@@ -44,10 +49,10 @@ class Payloads:
         """Return the activations as (rows, *row_shape), or None if there are none.
 
         Args:
-            behind: the bytes after the frame. On CPU the result is a view of them, on devices a copy.
+            behind: the bytes after the frame. On a CPU the result is a view of them, on a GPU a copy.
 
         Raises:
-            ProtocolError: the frame announces another number of rows.
+            ProtocolError: the size of `behind` does not match the number of rows that the frame announces.
         """
         announced = announced_rows(frame)
         expected = self.num_bytes(announced)
@@ -67,13 +72,21 @@ def announced_rows(frame: Frame) -> int:
 
 
 def write(buffer: torch.Tensor, frame: Frame, number: int, payload: torch.Tensor | None) -> int:
-    """Write a message into a buffer of bytes. Return its size. Raises ProtocolError if it does not fit."""
+    """Write a message into a buffer of bytes, and return its size in bytes.
+
+    Args:
+        number: number of the frame on its edge, from 0.
+        payload: activations, or a part of a text; None without a payload.
+
+    Raises:
+        ProtocolError: the message does not fit into the buffer.
+    """
     payload_bytes = 0 if payload is None else payload.numel() * payload.element_size()
     head = codec.encode(frame, number, payload_bytes)
     end = len(head) + payload_bytes
     size = end + (codec.TRAILER_BYTES if payload_bytes else 0)
     if size > buffer.numel():
-        raise ProtocolError(f"a message of {size} bytes; at most {buffer.numel()} are legal")
+        raise ProtocolError(f"a message has {size} bytes; at most {buffer.numel()} are legal on its edge")
     to = buffer.data_ptr()
     ctypes.memmove(to, head, len(head))
     if payload is not None and payload_bytes:
@@ -86,17 +99,21 @@ def write(buffer: torch.Tensor, frame: Frame, number: int, payload: torch.Tensor
 
 
 def bytes_of(buffer: torch.Tensor) -> memoryview:
-    """Return the same memory as bytes for `read`. Call it once per buffer."""
+    """Return a view of a buffer's memory, as `read` takes it. Make it once per buffer, since making it takes time."""
     return memoryview(buffer.numpy())  # type: ignore[arg-type]
 
 
 def copied(behind: memoryview) -> torch.Tensor:
-    """Copy bytes into a new tensor."""
+    """Copy bytes into a new tensor of uint8."""
     return torch.frombuffer(bytearray(behind), dtype=torch.uint8) if behind else torch.empty(0, dtype=torch.uint8)
 
 
 def read(buffer: memoryview) -> tuple[Envelope, memoryview]:
-    """Return the frame in a buffer and the bytes after it. Raises ProtocolError if there is no frame."""
+    """Return the frame at the start of a buffer, and the bytes of its payload.
+
+    Raises:
+        ProtocolError: the buffer does not start with a legal message.
+    """
     envelope = codec.decode(buffer)
     behind = buffer[envelope.payload_start : envelope.payload_start + envelope.payload_bytes]
     if behind and not isinstance(envelope.frame, (MicroBatchFrame, HeadFrame, Fragment)):

@@ -1,4 +1,4 @@
-"""Send the activations of one edge from device to device. Their frames travel over the host.
+"""Send the activations of one edge from GPU to GPU with NCCL. Their frames travel over the host.
 
     sending rank     computing    [ microbatch 0 ][ microbatch 1 ]
                      channel                      [ send 0 ]     [ send 1 ]
@@ -6,8 +6,8 @@
     receiving rank   channel                      [ receive 0 ]  [ receive 1 ]
                      computing                                [ microbatch 0 ][ microbatch 1 ]
 
-Transfers are launched on a CUDA stream of their own. That stream waits for what they need, and the program does not. So
-frames arrive before the activations, and a stage launches a microbatch before its input is there.
+Transfers are launched on a CUDA stream of their own. That stream waits for the work on which they depend, and the
+program does not. So frames arrive before the activations, and a stage launches a microbatch before its input is there.
 
 NCCL has no tags: only the order matches a send with its receive. So both ends launch transfers in the order of the
 frames. An NCCL kernel holds its stream until the other end takes part. So each edge has its own communicator, and a
@@ -47,25 +47,26 @@ class SideStream(Protocol):
 
 
 class NcclChannel:
-    """One end of the device transfers of an edge.
+    """One end of an edge's transfers between GPUs.
 
-    Only the computing thread uses a sending end. A receiving end launches receives on its own thread. The computing
-    thread admits them.
+    Only the computing thread uses a sending end. For a receiving end, the thread of the edge launches the receives. The
+    computing thread then calls `admit` before it uses what they bring.
 
     Args:
         group: a communicator of this edge alone.
         peer: rank of the other end in the group.
+        stream: the stream on which the transfers are launched.
     """
 
     def __init__(self, group: Group, peer: int, stream: SideStream) -> None:
         self._group = group
         self._peer = peer
         self._stream = stream
-        # Each with its rows, whose memory must not be reused before they have left.
+        # Sends under way: the point after each, and its rows, whose memory must not be reused before that point.
         self._leaving: deque[tuple[Landing, torch.Tensor]] = deque()
 
     def connect(self, device: torch.device, *, sending: bool) -> Landing:
-        """Start the first transfer, with which NCCL opens the connection. Returns the point after it."""
+        """Start a first transfer of one number, with which NCCL opens the connection. Return the point after it."""
         token = self.buffer((1,), torch.float32, device)
         if not sending:
             return self.receive(token)
@@ -73,30 +74,37 @@ class NcclChannel:
         return self._leaving[-1][0]
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory to receive into. Launched work that used the memory before may still run."""
+        """Allocate memory to receive into.
+
+        Launched work may still use this memory, which was freed before. So later transfers wait for that work.
+        """
         rows = torch.empty(shape, dtype=dtype, device=device)
         with self._stream.entered():
             self._stream.after_computing()
         return rows
 
     def wait_for_room(self, most: int) -> None:
-        """Wait until fewer than `most` sends are under way."""
+        """Wait until fewer than `most` sends are under way, and forget those that are complete."""
         while self._leaving and (len(self._leaving) >= most or self._leaving[0][0].at_s() is not None):
             self._leaving.popleft()[0].wait()
 
     def send(self, rows: torch.Tensor) -> None:
-        """Send after everything launched on the computing stream. The frame must have been sent before."""
+        """Send `rows` when everything launched on the computing stream so far is done. Send their frame before this."""
         with self._stream.entered():
             self._stream.after_computing()
             self._group.send(rows, self._peer).wait()  # on NCCL the stream waits, not the program
             self._leaving.append((self._stream.mark(), rows))
 
     def receive(self, rows: torch.Tensor) -> Landing:
-        """Receive into `rows` what the next frame announced. Returns the point at which they are filled."""
+        """Receive the activations of the latest frame into `rows`. Return the point at which they are complete."""
         with self._stream.entered():
             self._group.receive(rows, self._peer).wait()
             return self._stream.mark()
 
     def admit(self, landed: Landing) -> None:
-        """Let the computing stream read what has landed."""
+        """Let later work on the computing stream wait for a receive.
+
+        Args:
+            landed: the point that `receive` returned.
+        """
         self._stream.before_computing(landed)

@@ -5,7 +5,8 @@
     leader -> shards 1, 2 ...     headers, to the other shards of its stage
     rank 0 <-> other leaders      requests and their answers
 
-Each directed edge has one communicator and one order, so no two messages can ever be matched crosswise.
+Each directed edge has a communicator of its own, which keeps messages in order. So no message can end up in the receive
+that waits for another one.
 """
 
 from __future__ import annotations
@@ -38,14 +39,20 @@ def forward_edges(mesh: Mesh) -> Edges:
 
 
 def upstream(mesh: Mesh, coordinate: Coordinate) -> int:
-    """Return the rank from which microbatches come. A leader gets results from the last stage, which may be its own."""
+    """Return the rank from which this rank receives microbatches.
+
+    The leader of a replica instead receives results, from the last stage, which may be its own.
+    """
     if coordinate.stage > 0:
         return mesh.rank(coordinate.replica, coordinate.stage - 1, coordinate.shard)
     return mesh.rank(coordinate.replica, 0 if coordinate.shard else mesh.stages - 1)
 
 
 def downstream(mesh: Mesh, coordinate: Coordinate) -> int | None:
-    """Return the rank to which microbatches go. Only one shard of the last stage sends the results to the leader."""
+    """Return the rank to which this rank sends its output; None if it sends none.
+
+    On the last stage, only shard 0 sends the results to the leader. The other shards have the same results.
+    """
     if coordinate.stage < mesh.stages - 1:
         return mesh.rank(coordinate.replica, coordinate.stage + 1, coordinate.shard)
     return None if coordinate.shard else mesh.leader(coordinate.replica)

@@ -1,4 +1,7 @@
-"""The ranks that hold one stage together, and the sum that they need after every product that is split among them."""
+"""The ranks that hold one stage together (tensor parallelism), and the sum of their partial results.
+
+They need it after every matrix product that is split among them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ from sarathi_pp.wire.torch_channel import peer_lost
 
 
 class ShardGroup:
-    """This rank's part in its stage: shard `index` of `size`. All shards make the same calls in the same order.
+    """This rank's end of the group of ranks that hold a stage. All of them make the same calls in the same order.
 
     Args:
+        index: index of this rank among the ranks of the stage, from 0.
+        size: number of ranks of the stage.
         others: names of the other ranks, for messages to the user.
-        group: a communicator of all shards, whose timeout is how long one may be silent.
+        group: a communicator of these ranks. Its timeout is the time for which a rank may be silent.
 
     Attributes:
-        spent_s: seconds that this rank has spent in sums, including the wait for the others.
+        spent_s: seconds that this rank has spent in sums so far, including the wait for the other ranks.
     """
 
     def __init__(self, index: int, size: int, others: tuple[str, ...], group: Group, clock: Clock) -> None:
@@ -29,10 +34,14 @@ class ShardGroup:
         self._clock = clock
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every shard's x: the same bits on all. Raises PeerLostError.
+        """Return the sum of x over the ranks of the stage, with the same bits on each rank. It may overwrite x.
 
-        On CPU the result of a row depends on that row alone. gloo's own sum of three or more adds them in an order that
-        depends on the position in the tensor. So it is not used for these.
+        On a CPU, the bits of a row do not depend on the other rows. gloo's own sum would break this for three or more
+        ranks, because its order of addition depends on the position in the tensor. So these ranks exchange their parts,
+        and each rank adds them in the order of ranks.
+
+        Raises:
+            PeerLostError: another rank of the stage is lost.
         """
         begin_s = self._clock.now()
         in_order = self.size > 2 and x.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Stage edges between ranks of one host, through memory that both map.
+"""Edges between ranks of one host, through memory that both ranks map.
 
     sender                                                 receiver
       reserve, write -->  | slot | slot | slot |  --> read, release        a memfd
@@ -6,14 +6,14 @@
                       <-- slot 1 is free ---------
 
 The receiver of a message waits in the kernel for its own socket. Only the computing thread wakes up for it. Over
-torch.distributed, three threads wake up one after the other. A message is in its slot as it would travel, see
+torch.distributed, three threads wake up one after the other. A slot is a buffer for one message, in the form of
 wire/message.py. Both sides send and receive "slot is full" and "slot is free" by system calls. These order the writes
-and reads of both sides, so no fences are needed here.
+and reads of both sides, so no memory fences are needed here.
 
 Sockets find each other by abstract names, which are valid in one network namespace. Ranks that can reach each other
-share memory. Ranks that cannot, on any host, have the other kind of edge. Neither names nor memory outlive the
-processes. An edge of torch_channel stays open at the same time. It carries heartbeats and a goodbye, and notices a peer
-that is lost or hangs.
+in this way share memory. Other ranks use an edge of torch_channel instead. Neither names nor memory outlive the
+processes. Next to each edge through shared memory, an edge of torch_channel is open. It carries heartbeats and a
+goodbye, and notices if the other rank is lost or hangs.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ MAX_SLOTS = 128
 
 
 class Heartbeats(Protocol):
-    """The end of the edge of torch_channel between the same two ranks."""
+    """This rank's end of the edge of torch_channel that carries heartbeats between the same two ranks."""
 
     def close(self) -> None: ...
 
 
 class SlotListener:
-    """The listener of an edge's receiving rank, for the sending rank.
+    """A listening socket of an edge's receiving rank, to which the sending rank connects.
 
     Attributes:
-        name: an abstract socket name, to which the sending rank connects.
+        name: abstract name of the socket.
 
     Raises:
-        OSError: this host has no such sockets.
+        OSError: this host has no sockets with abstract names.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class SlotListener:
 def connect(name: str) -> socket.socket | None:
     """Connect to the listener of that name. Return None if this process can reach no listener of this user."""
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Any process may see the name and connect. If too many have, the kernel waits.
+    # Any process may see the name and connect. If too many wait to be accepted, connecting blocks.
     end.settimeout(_CONNECT_S)
     try:
         end.connect(f"\0{name}")
@@ -128,11 +128,12 @@ def _is_ours(end: socket.socket) -> bool:
 class SlotConnection:
     """The socket between both ends of an edge, and the error that ended the edge.
 
-    The edge of heartbeats between the same two ranks is opened with it as its LossListener.
+    It is also the LossListener of the edge that carries heartbeats between the same two ranks. So an error there ends
+    this edge too.
 
     Args:
-        end: socket that is connected to the other end. Close it only after both ends have closed. The kernel resets a
-            connection that is closed with unread data.
+        end: socket that is connected to the other end. Close it only after both ends have closed the edge. If a socket
+            is closed with unread data, the kernel resets the connection, which is an error at the other end.
         losses: gets the error that ended the edge.
     """
 
@@ -147,16 +148,23 @@ class SlotConnection:
         self._readable.register(end, select.POLLIN)
 
     def report_loss(self, error: SarathiError) -> None:
-        """End the edge. The heartbeat thread calls this too. A thread that waits for the socket wakes up."""
+        """End the edge with an error. A thread that waits for the socket wakes up.
+
+        The thread of the edge that carries heartbeats calls this too.
+        """
         self.failure = error
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._losses.report_loss(error)
 
     def share_slots(self, num_slots: int, slot_bytes: int) -> torch.Tensor:
-        """Make memory and share it with the other end. Return what `take_slots` returns there.
+        """Make the memory for messages and share it with the other end. Return it as `take_slots` does there.
 
-        The memory is untouched until used, so a large size costs no memory.
+        Only the parts that messages use will take memory.
+
+        Args:
+            num_slots: number of messages that the memory holds.
+            slot_bytes: size of the largest message. It is rounded up to whole memory pages.
 
         Raises:
             CapacityError: there is no memory.
@@ -178,8 +186,9 @@ class SlotConnection:
         """Map the memory that the other end shares: (num_slots, slot_bytes) uint8. Each slot has whole memory pages.
 
         Raises:
-            PeerLostError: it shares no memory within timeout_s.
-            ProtocolError: it shares other memory than that.
+            PeerLostError: the other end shares no memory within timeout_s, or has left.
+            ProtocolError: the other end shares memory of another shape.
+            CapacityError: there is no memory.
         """
         slot_bytes = _whole_pages(slot_bytes)
         self._socket.settimeout(timeout_s)
@@ -193,7 +202,8 @@ class SlotConnection:
             raise self.ended()
         try:
             if len(said) != _SHAPE.size or len(descriptors) != 1:
-                raise self.broken(f"shares {len(descriptors)} file descriptors in a datagram of {len(said)} bytes")
+                shape = f"{len(descriptors)} file descriptors in a datagram of {len(said)} bytes"
+                raise self.broken(f"shares {shape}, not 1 in {_SHAPE.size}")
             if (found := _SHAPE.unpack(said)) != (num_slots, slot_bytes):
                 raise self.broken(f"shares memory of (slots, bytes per slot) {found}, not {num_slots, slot_bytes}")
             return _map(descriptors[0], num_slots, slot_bytes)
@@ -205,7 +215,14 @@ class SlotConnection:
                 os.close(descriptor)
 
     def receive(self, timeout_s: float | None, form: struct.Struct) -> tuple[int | float, ...] | None:
-        """Return the next datagram's fields; None if none comes in time. Raises the error that ended the edge."""
+        """Return the fields of the next datagram; None if no datagram comes within timeout_s.
+
+        Raises the error that ended the edge.
+
+        Args:
+            timeout_s: seconds; None waits without limit.
+            form: the layout of the datagram.
+        """
         try:
             datagram = self._receive(form.size + 1, timeout_s)
         except BlockingIOError:
@@ -226,8 +243,8 @@ class SlotConnection:
         try:
             return self._socket.recv(size, flags)
         except ConnectionResetError:
-            # The other end left without reading everything. The kernel reports this once, before the data that end had
-            # sent.
+            # The other end has left without reading everything. The kernel reports this once, and only then gives the
+            # data that the other end had sent.
             return self._socket.recv(size, flags)
 
     def send(self, datagram: bytes) -> None:
@@ -236,7 +253,11 @@ class SlotConnection:
             self._socket.send(datagram)
 
     def broken(self, what: str) -> ProtocolError:
-        """End the edge, because the other end does what no peer of this version does. Returns the error to raise."""
+        """End the edge, because the other end does something that this version never does. Return the error to raise.
+
+        Args:
+            what: the end of the message, after the name of the other end.
+        """
         error = ProtocolError(f"{self.peer_name} {what}")
         self.report_loss(error)
         return error
@@ -247,13 +268,13 @@ class SlotConnection:
 
 
 class SharedSender:
-    """The sending end, which is a Sender. Only one thread uses it.
+    """The sending end of an edge through shared memory. See the interface Sender. Only one thread may use it.
 
     Args:
-        connection: to the receiving end, which makes the memory.
-        heartbeats: this rank's end of the edge of heartbeats, closed with this one.
-        num_slots, slot_bytes: shape of the memory.
-        timeout_s: how long the receiving end may take to share the memory. See `SlotConnection.take_slots`.
+        connection: connection to the receiving end, which makes the memory.
+        heartbeats: this rank's end of the edge that carries heartbeats. `close` closes it too.
+        num_slots, slot_bytes: shape of the memory. See `SlotConnection.share_slots`.
+        timeout_s: most seconds until the receiving end has shared the memory.
     """
 
     def __init__(
@@ -296,12 +317,16 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end, which is a Receiver. It makes the memory for messages. Only one thread uses it.
+    """The receiving end of an edge through shared memory. See the interface Receiver. Only one thread may use it.
+
+    It makes the memory for messages.
 
     Args:
-        connection: to the sending end.
-        heartbeats: this rank's end of the edge of heartbeats, closed with this one.
-        frame_bytes, payloads: of the largest legal message. See `SlotConnection.share_slots`.
+        connection: connection to the sending end.
+        heartbeats: this rank's end of the edge that carries heartbeats. `close` closes it too.
+        num_slots: number of messages that the memory holds.
+        frame_bytes: size of the largest legal frame, without its payload.
+        payloads: form of the payloads.
     """
 
     def __init__(

@@ -17,11 +17,11 @@ class CountsLayers(Protocol):
 class StageProgress:
     """The count of the microbatches that a stage has finished.
 
-    It is made before the edges and before the stage runner. The runner counts, and senders report the count on their
-    own threads. So the other end can distinguish a slow stage from one that hangs.
+    It is made before the edges and before the stage runner. The runner counts, and the threads of the edges send the
+    counts as heartbeats. So the other end can distinguish a slow stage from one that hangs.
 
     Args:
-        stage: counts its layers itself.
+        stage: gives the number of layers computed so far.
     """
 
     def __init__(self, stage: CountsLayers) -> None:

@@ -1,16 +1,19 @@
-"""Stage edges over torch.distributed point-to-point, one process group per directed edge.
+"""Edges between ranks by the sends and receives of torch.distributed, with one process group per directed edge.
 
-Facts about gloo, found by tests: a message may be shorter than the posted receive, and leaves the tail unchanged. A
-longer message aborts the process. A dead peer raises at once. A silent one raises when `wait` reaches the group's
-timeout. A short wait that is used as a poll destroys the pair. So receives of the largest legal size are posted in
-advance, the sender asserts that size, and nothing polls. A heartbeat per second keeps anything but a real silence from
-reaching the timeout.
+Facts about gloo, found by tests. A message may be shorter than the buffer of the receive, and leaves the end of the
+buffer unchanged. A longer message aborts the process. If the other rank is dead, `wait` raises at once. If it is
+silent, `wait` raises at the group's timeout. A short `wait`, used to look whether a message is there, destroys the
+connection. So receives of the largest legal size are posted (started) in advance, the sender checks that size, and no
+code uses short waits. A quiet sender sends a heartbeat every second. So only a rank that is really silent reaches the
+timeout.
 
-Each end runs its own thread. The computing thread starts a send and does not wait for it. If nothing blocks it, the
-message is in the kernel at once, without waking the other thread. A send buffer is held until its send is complete.
+Each end has a thread of its own. The computing thread starts a send and does not wait for it. If nothing blocks the
+send, the message is in the kernel at once, without waking the other thread. A send buffer is in use until its send is
+complete.
 
-Activations follow their frame in the same message, on devices through pinned host buffers. Or they go by an NCCL
-channel. Texts are copied out of their buffers as they come. The number of requests limits their number.
+Activations follow their frame in the same message. On a GPU, they pass through pinned host buffers, or an NCCL channel
+carries them instead. Texts are copied out of their buffers when they arrive. The number of requests limits the number
+of these copies.
 """
 
 from __future__ import annotations
@@ -39,11 +42,12 @@ class Edge:
     """One directed edge, as one of its two ends sees it.
 
     Attributes:
-        group: its own communicator, whose timeout is how long the peer may be silent.
-        peer: rank of the other end in the edge's group.
+        group: the communicator of this edge alone. Its timeout is the time for which the other end may be silent.
+        peer: rank of the other end in this group.
         peer_name: name of the other end in messages to the user.
-        frame_bytes: the largest legal frame.
-        nccl: carries the payloads; None if they are in the frames' own messages.
+        frame_bytes: size of the largest legal frame, without its payload.
+        payloads: form of the payloads.
+        nccl: carries the payloads; None if each follows its frame in the same message.
     """
 
     group: Group
@@ -61,29 +65,32 @@ class Edge:
         return self.payloads.max_bytes(self.frame_bytes)
 
     def buffer(self) -> torch.Tensor:
-        """Allocate the bytes of one message. On CPU they are untouched until used, so a large size costs no memory.
+        """Allocate a buffer for one message. On a CPU, only the parts that messages use will take memory.
 
         Raises:
-            CapacityError: there is no memory for them.
+            CapacityError: there is no memory for the buffer.
         """
         try:
             return torch.empty(self.message_bytes, dtype=torch.uint8, pin_memory=self.payloads.device.type == "cuda")
         except RuntimeError as error:
             raise CapacityError(
-                f"no memory for messages of up to {self.message_bytes} bytes; try a smaller --chunk-size"
+                f"no memory for a message buffer of {self.message_bytes} bytes; try a smaller --chunk-size"
             ) from error
 
     def take_device(self) -> None:
-        """Set the device of a new thread.
+        """Set the GPU of the calling thread, which is new.
 
-        Otherwise it is the first device of the machine, and the first use of that one takes hundreds of megabytes of
-        it.
+        Otherwise the thread would use the first GPU of the machine. Its first use takes hundreds of megabytes there.
         """
         if self.payloads.device.type == "cuda":
             torch.cuda.set_device(self.payloads.device)
 
     def rows(self) -> torch.Tensor | None:
-        """Allocate one payload's memory on the device, if it is not in the message. Raises CapacityError."""
+        """Allocate memory on the GPU for one payload that NCCL carries; None if payloads are in the messages.
+
+        Raises:
+            CapacityError: there is no memory for it.
+        """
         if self.nccl is None:
             return None
         max_tokens, device = self.payloads.max_tokens, self.payloads.device
@@ -100,7 +107,7 @@ class _Buffer:
     """The memory for one received message.
 
     Attributes:
-        bytes: the bytes of `message`.
+        bytes: a view of `message`.
         rows: memory of the payload, if it comes by an NCCL channel.
     """
 
@@ -110,7 +117,7 @@ class _Buffer:
 
 
 class TorchSender:
-    """The sending end."""
+    """The sending end of an edge over torch.distributed. See the interface Sender."""
 
     def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
@@ -201,21 +208,24 @@ class TorchSender:
     def _queue_heartbeat(self) -> None:
         with self._order:
             if not self._outbox.empty():
-                return  # a frame was queued meanwhile and shows the same
+                return  # a frame was queued meanwhile and also shows that this rank is alive
             head = codec.encode(self._progress.heartbeat(), self._number)
             self._number += 1
             self._outbox.put((self._begin(torch.frombuffer(bytearray(head), dtype=torch.uint8)), None))
 
 
 class TorchReceiver:
-    """The receiving end. It keeps every free buffer posted, so that data never waits for this rank."""
+    """The receiving end of an edge over torch.distributed. See the interface Receiver.
+
+    It keeps a receive posted for every free buffer, so that the sender's data never waits for this rank.
+    """
 
     def __init__(self, edge: Edge, num_buffers: int, options: EdgeOptions) -> None:
         self._edge = edge
         self._clock = options.clock
         self._peer_timeout_s = options.peer_timeout_s
         self._losses = options.losses
-        # No SimpleQueue: if a signal handler runs beyond its timeout, it waits forever (CPython 3.11).
+        # Not a SimpleQueue: its `get` waits forever if a signal handler runs beyond the timeout (CPython 3.11).
         self._inbox: queue.Queue[Message[torch.Tensor] | SarathiError] = queue.Queue()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         for _ in range(num_buffers):
@@ -239,7 +249,10 @@ class TorchReceiver:
         return item
 
     def close(self) -> None:
-        """Wait until the thread has ended after the goodbye. Posted receives end with the process group."""
+        """Wait until the thread has ended, which it does after the goodbye of the other end.
+
+        Receives that are still posted end with the process group.
+        """
         self._thread.join(GOODBYE_S)
 
     def _run(self) -> None:
@@ -264,7 +277,7 @@ class TorchReceiver:
             raise peer_lost(self._edge.peer_name, error) from error
 
     def _deliver(self, buffer: _Buffer) -> bool:
-        """Pass one message on. Return True if it was the last."""
+        """Put one message into the queue for `receive`. Return True if it was the goodbye, the last message."""
         envelope, behind = read(buffer.bytes)
         self._numbers.check(envelope.number)
         frame = envelope.frame
@@ -274,7 +287,8 @@ class TorchReceiver:
             return False
         self._stalled_since = None
         if isinstance(frame, Fragment):
-            # The reader of texts may be slow, if no other process reads its output. Its peer must not seem silent.
+            # The reader of texts may be slow, for example if it prints to a pipe that nothing reads. Without a free
+            # buffer no heartbeat would arrive either, and the other end would seem silent. So copy the text.
             self._inbox.put(Message(frame, copied(behind), self._clock.now(), lambda: None))
             self._free.put(buffer)
             return False
@@ -285,7 +299,10 @@ class TorchReceiver:
     def _payload(
         self, frame: Frame, behind: memoryview, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Landing | None]:
-        """Return the activations. If they come by an NCCL channel, return also the point at which they are complete."""
+        """Return the activations; None if the frame has none.
+
+        If they come by an NCCL channel, return also the point in the GPU's work at which they are complete.
+        """
         channel = self._edge.nccl
         if channel is None or rows is None:
             return self._edge.payloads.rows(frame, behind), None
@@ -300,7 +317,11 @@ class TorchReceiver:
         return filled, channel.receive(filled)
 
     def _watch(self, beat: Heartbeat) -> None:
-        """Raise StalledError if a peer stays in one layer for the whole timeout: it is alive, yet hangs."""
+        """Raise StalledError if the other end stays in one layer for longer than --peer-timeout: alive, but hanging.
+
+        Args:
+            beat: its latest heartbeat.
+        """
         now = self._clock.now()
         if not beat.busy:
             self._stalled_since = None
@@ -329,7 +350,7 @@ def _wait(work: Transfer, edge: Edge) -> None:
 def _as_sarathi_error(error: BaseException) -> SarathiError:
     if isinstance(error, SarathiError):
         return error
-    internal = SarathiError(f"the wire failed: {type(error).__name__}: {error}")
+    internal = SarathiError(f"a connection between ranks failed: {type(error).__name__}: {error}")
     internal.__cause__ = error
     return internal
 

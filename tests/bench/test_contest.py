@@ -79,7 +79,10 @@ def test_one_that_fails_is_quoted(work: Work) -> None:
 
 
 def test_one_that_answers_less_than_it_was_asked_did_not_do_the_work(work: Work) -> None:
-    with pytest.raises(SarathiError, match=r"a answered 1 of 3 requests .* request 2: 2 instead of 4"):
+    with pytest.raises(
+        SarathiError,
+        match=r"a answered 1 of 3 requests .* request 2 \(counted from 0\) has 2 output tokens instead of 4",
+    ):
         list(hold(work, [Script("a", "print([3, 1, 2])")], 1))
 
 

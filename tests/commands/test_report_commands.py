@@ -216,7 +216,7 @@ def test_a_run_in_progress_is_scraped_and_reported(tmp_path):
         while report["microbatches"] == 0:
             assert process.poll() is None, "the run ended before it could be reported on"
             done = reported(tmp_path)
-            if "has just started: then try again" not in done.stderr:
+            if "has just started; then try again" not in done.stderr:
                 assert done.returncode == 0, done.stderr
                 report = json.loads(done.stdout)
         assert any("the run goes on or was killed" in note for note in report["notes"])

@@ -19,5 +19,5 @@ def test_pages_outside_the_shard_are_refused_before_anything_is_read(pages):
     kv = KVShard((0, 1), 4, 16, 1, 8, torch.float32, CPU)
     stage = ModelStage(SimpleNamespace(has_lm_head=False, bytes_read=0), kv, 8, torch.float32, CPU)
     microbatch = MicroBatch(0, (Chunk(0, 0, 0, 16 * len(pages), token_ids=(1,) * 16 * len(pages), new_pages=pages),))
-    with pytest.raises(ProtocolError, match=r"m0\[s0:0\+\d+\] brings pages .* to a KV shard of 4"):
+    with pytest.raises(ProtocolError, match=r"m0\[s0:0\+\d+\] brings the KV pages .*; this stage has the pages 0 to 3"):
         stage.prepare(microbatch)(None)

@@ -26,14 +26,15 @@ from sarathi_pp.model.graphs import CudaGraph
 from sarathi_pp.model.inputs import build_inputs
 from sarathi_pp.model.kv import KVShard
 
-# Largest distance of bfloat16 logits to float32, relative to the norm of the logits, if the layers are right.
+# Largest distance between bfloat16 and float32 logits, relative to the norm of the float32 logits. If it is larger, the
+# layers compute something wrong.
 _MOST_DISTANCE = 0.05
-# Kernels that were written for attention. `sdpa` is not among them: it runs one sequence after another.
+# Kernels that were written for attention. `sdpa` is not among them, because it runs one sequence after another.
 _FUSED = ("triton", "flash", "varlen", "dense")
 
 
 def logits(bench: Bench, figures: Figures) -> None:
-    """Compare bfloat16 logits of a small model with float32: those of each backend, and those of transformers."""
+    """Compare bfloat16 logits of a small model with its float32 logits, for each backend and for transformers."""
     shape, dtype, device = bench.sizes.small, torch.bfloat16, bench.device
     extents: Extents = [(0, 100)]
     ids = synthetic_tokens(0, 100, shape.vocab_size)
@@ -54,11 +55,11 @@ def logits(bench: Bench, figures: Figures) -> None:
 
 
 def attention(bench: Bench, figures: Figures) -> None:
-    """Time the attention of one layer with every backend that runs here, each with its own page size.
+    """Time the attention of one layer with every backend that runs on this device, each with its own page size.
 
-    The calls go through the keys and values of all layers, as in a model. One layer's keys and values alone would fit
-    the device's cache. All layers are in one CUDA graph. Otherwise the host would need longer to launch the attention
-    of a layer than the device to run it.
+    The calls go through the keys and values of all layers, as in a model, because those of one layer would fit into the
+    GPU's cache. All layers are in one CUDA graph. Otherwise the host might need longer to launch the attention of a
+    layer than the GPU to run it.
     """
     bench.forget()  # the weights of the large model are not needed here
     shape = replace(bench.sizes.large, num_layers=bench.sizes.layers)
@@ -106,9 +107,13 @@ def _paged(
 
 
 def _dense(bench: Bench, shape: ModelShape, start: int, count: int) -> Callable[[int], Tensor]:
-    """Return a call of torch's attention for one chunk, as the fastest case.
+    """Return a function that runs torch's attention of one chunk for a layer, in the fastest case.
 
     Keys and values are contiguous instead of in pages, and have one head per query head.
+
+    Args:
+        start: number of tokens before the chunk.
+        count: number of tokens of the chunk.
     """
     size = (1, shape.num_heads, start + count, shape.head_dim)
     keys, values = (
@@ -136,7 +141,12 @@ def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) 
 
 
 def _compare(bench: Bench, what: str, extents: Extents, shape: ModelShape, taken: Figures) -> None:
-    """Compare Triton's kernel with the fastest other kernel, and for decodes also with the rate of reading memory."""
+    """Compare our Triton kernel with the fastest other kernel, and for decodes also with the rate of reading memory.
+
+    Args:
+        what: name of the microbatch.
+        taken: times of each backend on it. Results are added to it.
+    """
     if "s" not in taken.get("triton", {}):
         return
     own_s = taken["triton"]["s"]

@@ -13,14 +13,17 @@ from sarathi_pp.bench.gpu.stage import Extents, GpuStage
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.model.sampling import sample
 
-# The smallest time that a clock can show.
+# The smallest time that a clock can show, so that no cost is 0.
 _LEAST_S = 1e-9
-# Most kernels that the document lists per microbatch.
+# Largest number of kernels that the document lists per microbatch.
 _MOST_KERNELS = 16
 
 
 def microbatches(bench: Bench, figures: Figures) -> None:
-    """Compare a prompt chunk with the rate of matrix products, and decodes with the rate of reading memory."""
+    """Time a prompt chunk and a microbatch of decodes.
+
+    The chunk is compared with the measured rate of matrix products, the decodes with that of reading memory.
+    """
     stage, sizes = bench.large(), bench.sizes
     prefill, decodes = _prefill(bench), _decodes(bench)
     calls = [stage.microbatch(prefill), stage.microbatch(decodes)]
@@ -42,9 +45,9 @@ def microbatches(bench: Bench, figures: Figures) -> None:
 
 
 def piggyback(bench: Bench, figures: Figures) -> None:
-    """Measure the cost of a decode that shares a microbatch with a chunk, and in a microbatch of decodes alone.
+    """Measure the cost of a decode in a microbatch with a prompt chunk, and in a microbatch of decodes alone.
 
-    Chunk and decodes together have the chunk size (SARATHI, arXiv 2308.16369, section 3).
+    Chunk and decodes together have as many tokens as the chunk size (SARATHI, arXiv 2308.16369, section 3).
     """
     stage, sizes = bench.large(), bench.sizes
     curve: list[Figures] = []
@@ -66,7 +69,7 @@ def piggyback(bench: Bench, figures: Figures) -> None:
 
 
 def sampling(bench: Bench, figures: Figures) -> None:
-    """Measure the time to draw a token for each of the decodes, until the host has the tokens."""
+    """Measure the time from the logits of a microbatch of decodes until the host has all drawn tokens."""
     rows, vocabulary = bench.sizes.decodes, bench.sizes.large.vocab_size
     logits = torch.randn(rows, vocabulary, dtype=bench.dtype, device=bench.device)
     kinds = {
@@ -79,7 +82,10 @@ def sampling(bench: Bench, figures: Figures) -> None:
 
 
 def kernels(bench: Bench, figures: Figures) -> None:
-    """List the kernels in which a microbatch spends its time. They explain a share that was not reached."""
+    """List the kernels in which a microbatch spends most of its time.
+
+    If a check of `microbatches` fails, they show why.
+    """
     stage = bench.large()
     for what, extents in (("prefill", _prefill(bench)), ("decode", _decodes(bench))):
         figures[what] = _profiled(bench, _launched(stage, extents))

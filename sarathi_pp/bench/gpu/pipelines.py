@@ -21,7 +21,7 @@ _COMMAND = (sys.executable, "-P", "-m", "sarathi_pp", "generate", "--ignore-eos"
 _NEW_TOKENS = 24
 # Least difference between the two best logits. If it is smaller, rounding may decide, and the token proves nothing.
 _LEAST_GAP = 1e-3
-# Most seconds of one process, so that one that hangs leaves time for the others.
+# Most seconds of one process, so that a process that hangs leaves time for the next ones.
 _MOST_S = 120.0
 
 
@@ -73,7 +73,7 @@ def _write_small(shape: ModelShape, folder: Path) -> Any:
 
 @torch.inference_mode()
 def _greedy(model: Any, prompt: Sequence[int], device: torch.device) -> tuple[list[int], float]:
-    """Return transformers' answer, and the smallest difference between the two best logits of a token."""
+    """Return the output tokens of transformers, and the smallest difference between the two best logits of a token."""
     settings = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
     told = {"return_dict_in_generate": True, "output_logits": True}
     found = model.generate(torch.tensor([prompt], device=device), **settings, **told)
@@ -103,9 +103,9 @@ def _generate(bench: Bench, folder: Path, stages: int, options: list[str], expec
 
 
 def contest(bench: Bench, figures: Figures) -> None:
-    """Compare the speed with transformers' continuous batching, on mixed requests and the same model.
+    """Compare the speed of one pipeline with that of transformers' continuous batching.
 
-    Both decode greedily, and ignore the end of sequence.
+    Both get the same model and requests of mixed lengths, decode greedily, and ignore the end-of-sequence token.
     """
     sizes, dtype = bench.sizes, str(bench.dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as scratch:

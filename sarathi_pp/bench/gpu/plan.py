@@ -14,10 +14,10 @@ from sarathi_pp.trace.clock import Clock
 
 Figures = dict[str, Any]
 
-# The least share, or factor, that a GPU must reach for a check to be met.
+# The least shares and factors that a GPU must reach, so that a check is met.
 PREFILL_SHARE, DECODE_SHARE, PIGGYBACK_FACTOR, ATTENTION_SHARE, CONTEST_FACTOR = 0.6, 0.7, 10.0, 0.8, 2.0
 
-# Microbatches whose attention is timed, by name: for each sequence its earlier tokens and its tokens.
+# Microbatches whose attention is timed, by name. For each sequence: (number of earlier tokens, number of new tokens).
 _SHAPES: dict[str, Extents] = {
     "chunk 512 at 0": ((0, 512),),
     "chunk 512 at 4096": ((4096, 512),),
@@ -35,20 +35,21 @@ class Sizes:
         large: model whose microbatches are timed.
         small: model whose tokens and logits are compared with those of transformers.
         middle: model of the contest with transformers.
-        rows: prompts of the comparison of tokens.
-        requests: mixed requests of the contest.
+        rows: number of prompts whose output tokens are compared with those of transformers.
+        requests: number of requests of the contest with transformers.
         longest: most prompt tokens of these requests.
-        serving: further options of `generate` in the contest.
+        serving: further options of `generate` in this contest.
         matrix: rows and columns of the matrices whose product is timed.
         array_bytes: size of the array whose reading is timed.
-        prefill: tokens of the timed prompt chunk.
+        prefill: number of tokens of the timed prompt chunk.
         decodes: number of decodes in the timed microbatch of decodes.
         context: number of earlier tokens per decode.
-        chunk: tokens of a microbatch in which decodes share with a chunk.
-        piggybacked: numbers of decodes in such a microbatch.
+        chunk: number of tokens of a microbatch that has a prompt chunk and decodes.
+        piggybacked: numbers of decodes in such microbatches, one microbatch for each.
         attention: microbatches whose attention is timed, by name.
-        layers: attention goes through the keys and values of that many layers, which exceed a device's cache.
-        repeats: timed repeats of each call.
+        layers: number of layers whose attention is timed one after another. Their keys and values together must be too
+            large for a GPU's cache.
+        repeats: number of timed calls of each function.
         warm_s: seconds of warm-up before each measurement, so that the device's clock rate is up.
     """
 
@@ -79,14 +80,14 @@ class Sizes:
 
 @dataclass(slots=True)
 class Bench:
-    """The state that the parts share.
+    """The state that the parts of the suite share.
 
     Attributes:
-        dtype: of the timed model.
+        dtype: dtype of the timed model.
         end_s: time at which the budget is used up, on `clock`.
-        checks: checks of all parts so far.
-        rates: measured rates of the device, which the first part sets.
-        stage: the large model, while it is loaded.
+        checks: results of all checks so far.
+        rates: measured rates of the device, `flops` and `bytes_per_s`. The first part sets them.
+        stage: the large model while it is loaded; None otherwise.
     """
 
     device: torch.device
@@ -103,7 +104,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def check(self, what: str, seen: float | bool, wanted: float | bool) -> None:
-        """Record a check.
+        """Record the result of a check.
 
         Args:
             what: name of the check.
@@ -125,7 +126,7 @@ class Bench:
 
     @torch.inference_mode()
     def seconds(self, *calls: Callable[[], object]) -> list[Figures]:
-        """Time some calls and return the median and quartiles of each.
+        """Time some calls. Return for each its median `s` and its two quartiles `quartiles_s`, in seconds.
 
         The calls take turns, so that a device that slows down affects all of them. Before that they run unmeasured for
         `warm_s` seconds.

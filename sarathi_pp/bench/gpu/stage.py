@@ -1,4 +1,4 @@
-"""One stage with random weights on a device, and its microbatches, without a checkpoint and a pipeline."""
+"""One stage with random weights on a device, and its microbatches. It needs no checkpoint and no pipeline."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.stage_model import StageModel
 
-# (earlier tokens, tokens) of each sequence of a microbatch.
+# For each sequence of a microbatch: (number of its earlier tokens, number of its tokens in the microbatch).
 Extents = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The shape of a Llama."""
+    """The sizes of a model with the Llama architecture."""
 
     hidden_size: int
     intermediate_size: int
@@ -86,9 +86,9 @@ class GpuStage:
     """All layers of a model as one stage, with KV pages full of random numbers.
 
     Args:
-        num_tokens: tokens that the KV pages hold.
+        num_tokens: number of tokens that the KV pages hold.
         attention: name of an attention backend.
-        weights: by their names in transformers. None: random weights of seed 0.
+        weights: weights by their names in transformers; None for random weights of seed 0.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GpuStage:
         self.kv = filled_shard(shape, num_pages, self.page_size, dtype, device)
 
     def microbatch(self, extents: Extents) -> Callable[[], Tensor]:
-        """Return a call that computes a microbatch without a graph. It gives the logits after each sequence."""
+        """Return a function that computes a microbatch without a graph. It returns the logits after each sequence."""
         spans, rows, ids = self._laid_out(extents)
         inputs = build_inputs(spans, rows, self.page_size, self.device)
         x = torch.tensor(ids, device=self.device)
@@ -130,9 +130,9 @@ class GpuStage:
         return self.device.type == "cuda" and isinstance(self.model.backend, CapturableBackend)
 
     def captured(self, extents: Extents) -> Callable[[], Tensor]:
-        """Return a call that computes a microbatch by a CUDA graph of exactly its shape.
+        """Return a function that computes a microbatch by a CUDA graph of exactly its number of tokens and sequences.
 
-        The uniform microbatches of a pipeline run in the same way.
+        In a pipeline, microbatches whose size has a graph run in the same way.
         """
         spans, rows, ids = self._laid_out(extents)
         shape = Shape(len(ids), len(spans), decodes=len(ids) == len(spans))
@@ -183,7 +183,7 @@ def filled_shard(
 
 
 def lay_out(extents: Extents, page_size: int, num_pages: int) -> list[Span]:
-    """Give each sequence pages of its own, one after another."""
+    """Return a Span for each sequence, with KV pages of its own. Pages are given out one after another, from page 0."""
     spans, first_page = [], 0
     for start, count in extents:
         end_page = first_page + -(-(start + count) // page_size)

@@ -3,10 +3,10 @@
     machine -> rates -> nccl -> exact -> contest
             -> microbatches -> piggyback -> sampling -> kernels -> profile -> logits -> attention
 
-Each part is a function, which adds its figures to the document as it gets them. What a GPU must reach is a check, with
-the wanted and the measured value. An error ends only its own part. If the time is used up, a part writes that it was
-left out. Whole pipelines run first, as separate processes, because a kernel that fails in this process makes its device
-unusable.
+Each part is a function, which adds its figures to the document as it gets them. A check compares a measured value with
+the value that a GPU must reach. An error ends only the part in which it happens. If the time is used up, the document
+says that a part was left out. Whole pipelines run first, as separate processes: if a kernel fails in this process, this
+process cannot use the GPU any more.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ SCHEMA = "sarathi-pp/gpu/2"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part that starts now or has ended.
+    """The start or the end of a part of the suite.
 
     Attributes:
+        part: name of the part.
+        ended: False if the part starts now.
         document: all figures so far.
     """
 
@@ -48,10 +50,11 @@ class Step:
 
 
 def bench_gpu(device: torch.device, clock: Clock, budget_s: float, sizes: Sizes | None = None) -> Iterator[Step]:
-    """Run the parts. Yield a step before and after each of them.
+    """Run the parts of the suite. Yield a step before and after each of them.
 
     Args:
         budget_s: seconds after which no further part starts.
+        sizes: sizes of the measurements; None takes those for a GPU with a large model.
 
     Raises:
         ConfigError: torch finds no CUDA device.
@@ -106,7 +109,7 @@ def machine(device: torch.device) -> Figures:
 
 
 def rates(bench: Bench, figures: Figures) -> None:
-    """Measure the rates of the device: large matrix products in the timed dtype, and reading memory."""
+    """Measure the rates of the device: large matrix products, and reading memory."""
     size, device = bench.sizes.matrix, bench.device
     left, right = (torch.randn(size, size, device=device, dtype=bench.dtype) for _ in range(2))
     (product,) = bench.seconds(lambda: functional.linear(left, right))
@@ -119,7 +122,7 @@ def rates(bench: Bench, figures: Figures) -> None:
 
 
 def nccl(bench: Bench, figures: Figures) -> None:
-    """Check that NCCL starts. On one GPU it cannot run between ranks."""
+    """Check that NCCL starts with a single rank. On one GPU it cannot run between several ranks."""
     if not bench.on_gpu:
         figures["left_out"] = "NCCL runs between GPUs"
         return
@@ -131,7 +134,7 @@ def profile(bench: Bench, figures: Figures) -> None:
     """Write the figures that `simulate` needs: the measured speed of the device, and the costs of the large model."""
     shape, sizes = bench.sizes.large, bench.sizes
     itemsize = bench.dtype.itemsize
-    # The shares that earlier parts have measured. If those parts failed, the wanted shares.
+    # The shares that earlier parts have measured. If such a part failed, take the share that a GPU must reach.
     met = {check["what"]: check["seen"] for check in bench.checks}
     product_share = met.get(f"{sizes.prefill} prompt tokens: share of the products' rate", PREFILL_SHARE)
     read_share = met.get(f"{sizes.decodes} decodes: share of the rate of reading", DECODE_SHARE)

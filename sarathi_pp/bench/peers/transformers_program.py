@@ -1,4 +1,4 @@
-"""transformers alone on the same work: one JSON file in, one JSON line out (peers/__init__.py).
+"""Run transformers alone on the work of a contest: one JSON file in, one JSON line out (peers/__init__.py).
 
     python -P transformers_program.py REQUESTS.json
 
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 Requests = list[dict[str, Any]]
 Answer = Callable[[Any, Requests], list[list[int]]]
-_PAGE = 256  # tokens, its default
+_PAGE = 256  # tokens per block of the cache, the default of transformers
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     model.to(asked.get("device", "cpu"))
     model.generation_config.eos_token_id = None  # every request runs to its length
     requests: Requests = asked["requests"]
-    # On a GPU the warm-up is the whole work: graphs are captured and kernels are chosen when a shape first occurs, and
-    # the time must not include that.
+    # On a GPU the warm-up is the whole work. Graphs are captured and kernels are chosen when a shape first occurs, and
+    # this must not count in the time.
     on_cpu = model.device.type == "cpu"
     warm_up = [{**one, "output_tokens": 2} for one in requests[:2]] if on_cpu else requests
     with _continuous(model, requests) if given["batching"] == "continuous" else nullcontext(_padded) as answer:
@@ -78,8 +78,10 @@ def _padded(model: Any, requests: Requests) -> list[list[int]]:
 def _continuous(model: Any, requests: Requests) -> Iterator[Answer]:
     """Start the manager that generate_batch uses, so that its cache exists before the first request.
 
-    On CPU the cache has room for all requests at once. On a GPU transformers chooses its size: if only the cache had a
-    given size, transformers would spend the remaining memory on masks, which take gigabytes.
+    Yield a function that answers all requests with it.
+
+    On a CPU the cache has room for all requests at once. On a GPU transformers chooses its size. With a given size,
+    transformers would use the remaining memory for masks, which take gigabytes.
     """
     tokens = (len(one["prompt_token_ids"]) + one["output_tokens"] for one in requests)
     num_blocks = sum(-(-count // _PAGE) for count in tokens) if model.device.type == "cpu" else None

@@ -1,10 +1,10 @@
-"""vLLM on the same work, in vLLM's own environment: one JSON file in, one JSON line out (peers/__init__.py).
+"""Run vLLM alone on the work of a contest: one JSON file in, one JSON line out (peers/__init__.py).
 
     python -P vllm_program.py REQUESTS.json
 
-The settings are the best ones for such work: compiled, prompts as token ids, and no prefix cache, because no two
-prompts begin alike. Under torchrun (`launch=torchrun`) every rank makes the same calls and gets all answers, and rank 0
-prints them.
+The settings are the best ones for such work: vLLM compiles the model, gets prompts as token ids, and has no prefix
+cache, because no two prompts start with the same tokens. The program runs in an environment of its own, with vLLM's
+Python. Under torchrun (`launch=torchrun`) every rank makes the same calls and gets all answers, and rank 0 prints them.
 """
 
 from __future__ import annotations

@@ -385,7 +385,10 @@ def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
     if layer_types is None:
         return
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
-        raise InputError(f"{config.path}: layer_types must list {num_layers} types, one per layer: {layer_types!r}")
+        raise InputError(
+            f"{config.path}: layer_types must be a list of at least {num_layers} types, one per layer, not "
+            f"{layer_types!r:.100}"
+        )
     for index, layer_type in enumerate(layer_types):
         if layer_type not in _LAYER_TYPES:
             raise config.refuse(

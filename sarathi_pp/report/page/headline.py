@@ -19,8 +19,8 @@ _REPLACED = {
     "--chunk-size": ("--chunk-size", "--max-num-batched-tokens"),
     "--stages": ("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),
 }
-# Options that belong to the ended start. A new start gets its own directory.
-_ENDED = ("--run-dir",)
+# Options that concern only the run of the report. A new run gets its own directory.
+_THIS_RUN = ("--run-dir",)
 _OUTPUT = ("-o", "--output")
 _FLAGS = ("--resume", "--overwrite", "--force", "--retry-errors")
 
@@ -97,7 +97,7 @@ def changed_command(report: Mapping[str, Any], option: str) -> str | None:
         return None
     changed = option.split()
     dropped = {name for word in changed if word.startswith("--") for name in (word, *_REPLACED.get(word, ()))}
-    kept = list(_without(words, {*dropped, *_ENDED, *_OUTPUT}))
+    kept = list(_without(words, {*dropped, *_THIS_RUN, *_OUTPUT}))
     output = next(iter(_values(words, _OUTPUT)), None)
     if output not in (None, "-"):
         path = PurePath(output)
@@ -106,7 +106,10 @@ def changed_command(report: Mapping[str, Any], option: str) -> str | None:
 
 
 def _without(words: Sequence[str], names: set[str]) -> Iterator[str]:
-    """Yield the words without these options and their values, and without the flags of the ended start."""
+    """Yield the words of a run's command, without the named options and their values, and without _FLAGS.
+
+    _FLAGS concern only the files of that run.
+    """
     skip = False
     for word in words:
         if skip or word in _FLAGS or word.partition("=")[0] in names:

@@ -155,7 +155,7 @@ def test_a_gpu_without_room_for_it_is_named_with_what_helps(model, policy, remed
     _, stages = make(model, **options)
     stages.load(WHOLE, ROOM)
     monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + working_bytes(stages) // 2)
-    says = rf"microbatch of --policy {policy}, of 40[05] tokens with 5 drawn: CUDA out of memory.*\n.*{remedies}"
+    says = rf"microbatch of --policy {policy}, of 40[05] tokens, of which 5 have logits: CUDA.*\n.*{remedies}"
     with pytest.raises(CapacityError, match=says):
         stages.load(WHOLE, ROOM)
 

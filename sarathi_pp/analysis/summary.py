@@ -34,7 +34,9 @@ _CLOSING_TOLERANCE = 0.01
 _SUMS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens")
 # Number of cells of `busy_strip`, a stage's load over time.
 STRIP_CELLS = 64
-_UNFITTED = ("the run has too few microbatches to fit a cost model: no causes and no advice; run more requests",)
+_UNFITTED = (
+    "the run has too few microbatches to fit a cost model: no causes and no advice about time; run more requests",
+)
 
 Report = dict[str, Any]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 import click
@@ -106,9 +106,11 @@ def render_plan(document: Mapping[str, Any]) -> RenderableType:
 
 def _subject(document: Mapping[str, Any]) -> Text:
     """Return the model, and the devices that the verdict is about."""
-    devices = [f"{len(list(equal))} x {title.removeprefix('a ')}" for title, equal in groupby(document["devices"])]
+    used = document["devices"][: document["stages"] * document["tensor_parallel_size"]]
+    devices = ", ".join(f"{count} x {title.removeprefix('a ')}" for title, count in Counter(used).items())
     hosts = f"{document['hosts']} hosts, together " if document["hosts"] > 1 else ""
-    hardware = f"{hosts}{', '.join(devices)}" if devices else f"{document['device']} of this host"
+    from_profile = "the device of the profile" if document["source"] == "profile" else "this host"
+    hardware = f"{hosts}{devices}" if devices else f"{from_profile} ({document['device']})"
     stages = "1 stage" if document["stages"] == 1 else f"{document['stages']} stages"
     return Text(f"{document['model']} in {stages} on {hardware}", style="dim")
 

@@ -81,7 +81,7 @@ class ConsoleDisplay:
 
     def leave_to_workers(self, num_workers: int) -> None:
         """Stop showing the activity: the first worker shows its own, about a second after its start."""
-        self.say(f"starting {num_workers} processes")
+        self.say("starting 1 process" if num_workers == 1 else f"starting {num_workers} processes")
         self._status.close()
 
     def warn(self, text: str) -> None:

@@ -58,7 +58,7 @@ class Dispatcher:
     ) -> None:
         num_replicas = 1 + len(remotes)
         self._ledger = RowLedger(num_replicas, most, most_tokens)
-        self._replicas = RemoteReplicas(remotes, self._ledger, progress.listener)
+        self._replicas = RemoteReplicas(remotes, self._ledger, progress)
         self._clock = clock
         self._progress = progress
         self._engine = engine

@@ -151,13 +151,29 @@ class ReplicaProgress:
     def __init__(self, num_replicas: int, num_stages: int, listener: RunListener) -> None:
         self.listener = listener
         self._replicas = [Progress.nothing(num_stages)] * num_replicas
+        self._lost: set[int] = set()
         self._lock = threading.Lock()
 
     def update(self, replica: int, progress: Progress) -> None:
-        """Replace the progress of one replica, and report the progress of all replicas."""
+        """Replace the progress of one replica, unless it is lost, and report the progress of all replicas."""
         with self._lock:
-            self._replicas[replica] = progress
+            if replica not in self._lost:
+                self._replicas[replica] = progress
             self.listener.report_progress(Progress.of_replicas(self._replicas))
+
+    def lose(self, replica: int) -> None:
+        """Count only the finished requests of a lost replica. Its other requests are computed by other replicas."""
+        with self._lock:
+            last = self._replicas[replica]
+            self._lost.add(replica)
+            self._replicas[replica] = replace(
+                last,
+                running=0,
+                waiting=0,
+                tokens_computed=last.prompt_tokens + last.output_tokens,
+                stage_busy=(0.0,) * len(last.stage_busy),
+                kv_fragmentation=None,
+            )
 
     def of_replica(self, replica: int) -> RunListener:
         """Return a listener for the engine of one replica, which keeps the engine's progress here."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from sarathi_pp.engine.messages import Abort, Stop, Submit, encode
-from sarathi_pp.engine.progress import RunListener
+from sarathi_pp.engine.progress import ReplicaProgress
 from sarathi_pp.engine.row_ledger import RowLedger
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.wire.byte_stream import Remote
@@ -18,18 +18,18 @@ class RemoteReplicas:
     Args:
         remotes: connections to the leaders, in order from replica 1.
         ledger: the record of which replica holds which input line.
-        listener: receives a warning if a replica is lost.
+        progress: the progress of all replicas. Its listener receives a warning if a replica is lost.
 
     Attributes:
         remotes: the connections by index of the replica.
         changed: its lock guards the ledger. Threads wait on it for a change of the ledger.
     """
 
-    def __init__(self, remotes: Sequence[Remote], ledger: RowLedger, listener: RunListener) -> None:
+    def __init__(self, remotes: Sequence[Remote], ledger: RowLedger, progress: ReplicaProgress) -> None:
         self.remotes = dict(enumerate(remotes, start=1))
         self.ledger = ledger
         self.changed = threading.Condition()
-        self._listener = listener
+        self._progress = progress
 
     @property
     def present(self) -> list[int]:
@@ -67,9 +67,12 @@ class RemoteReplicas:
             num_rows = self.ledger.lose(replica, error)
             stopping, has_replicas = self.ledger.stopping, self.ledger.has_replicas
             self.changed.notify_all()
+        self._progress.lose(replica)
         if num_rows is not None and has_replicas:
             become = "wait for --resume, because a signal stops the run" if stopping else "go to the other replicas"
-            self._listener.warn(f"replica {replica} was lost: {error}; its {num_rows} unfinished requests {become}")
+            self._progress.listener.warn(
+                f"replica {replica} was lost: {error}; its {num_rows} unfinished requests {become}"
+            )
         return has_replicas
 
     def fail(self, error: BaseException) -> BaseException:

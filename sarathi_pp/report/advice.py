@@ -54,8 +54,7 @@ from sarathi_pp.report.remedies import (
 from sarathi_pp.report.vocabulary import CAUSES, cause_name
 from sarathi_pp.sim.rerun import Change
 
-# Shown below several pieces of advice.
-APART = "Each was tried alone: their gains do not add up."
+_APART = "Each was tried alone: their gains do not add up."
 _MOST = 3
 # Share of the wall time. A smaller gain is within the error of the simulation.
 _WORTHWHILE = 0.03
@@ -130,6 +129,11 @@ def advise(report: Report, trial: Trial | None = None, *, untried: str | None = 
     elif untried is not None and not has_bound(report):
         found.append(_untested(report, untried))
     return _best(advice for advice in found if advice is not None)
+
+
+def apart(advice: Iterable[Report]) -> str | None:
+    """Return a sentence for below several pieces of advice; None unless at least two of them have a predicted gain."""
+    return _APART if sum(one.get("gain_s") is not None for one in advice) > 1 else None
 
 
 class ComparedRun(NamedTuple):

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sarathi_pp.report import formats
-from sarathi_pp.report.advice import APART
+from sarathi_pp.report.advice import apart
 from sarathi_pp.report.vocabulary import LATENCIES, STATES, cause_name, doubt, name_of, setup_of
 
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a whole one
@@ -47,8 +47,7 @@ def render(report: Mapping[str, Any]) -> RenderableType:
         parts += [Text(sentence, style="yellow") for sentence in [doubt(report)] if sentence]
     advice = report.get("advice", [])
     parts += [Text(f"advice: {one['text']}", style="cyan") for one in advice]
-    if len(advice) > 1:
-        parts.append(Text(APART, style="cyan"))
+    parts += [Text(sentence, style="cyan") for sentence in [apart(advice)] if sentence]
     parts += [Text(f"note: {note}", style="yellow") for note in report["notes"]]
     return Group(*parts)
 

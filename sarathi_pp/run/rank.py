@@ -121,7 +121,7 @@ class Rank:
         """Return the maker of requests from input lines. Warn if the KV cache is small, or outputs may not end."""
         checked, run = self.checked, self.run
         limits = PromptLimits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
-        for doubt in (limits.small_kv_cache(), tokenizer.end_token_doubt()):
+        for doubt in (limits.small_kv_cache(), tokenizer.end_token_doubt(checked.defaults.source)):
             if doubt is not None:
                 console.warn(doubt)
         paragraphs = parse_policy(run.policy).kind.wants_paragraphs

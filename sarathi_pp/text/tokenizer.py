@@ -136,18 +136,31 @@ class Tokenizer:
 
     @property
     def unknown_id(self) -> int | None:
-        """Return the id of the token for text that has no other token; None if the tokenizer has no such token."""
-        return self._backend.unk_token_id if self._backend is not None else None
+        """Return the id of the token for text that has no other token; None if the tokenizer has no such token.
 
-    def end_token_doubt(self) -> str | None:
-        """Return a warning if the tokenizer's end token does not end an output; None if it does, or is not known."""
+        Tokenizers with tokens for any text often name another special token, so that the setting has a value.
+        """
+        if (backend := self._backend) is None:
+            return None
+        unknown_id: int | None = backend.unk_token_id
+        return None if unknown_id in (backend.bos_token_id, backend.eos_token_id, backend.pad_token_id) else unknown_id
+
+    def end_token_doubt(self, source: str) -> str | None:
+        """Return a warning if the tokenizer's end token does not end an output; None if it does, or is not known.
+
+        Args:
+            source: the file that names the tokens that end an output.
+        """
         end_id = self._backend.eos_token_id if self._backend is not None else None
         if end_id is None or not self._eos_token_ids or end_id in self._eos_token_ids:
             return None
-        ends = ", ".join(f"{self.written(one)!r} ({one})" for one in sorted(self._eos_token_ids))
+        ends = ", ".join(
+            f"{self.written(one)!r} ({one})" if one < self._num_known else str(one)
+            for one in sorted(self._eos_token_ids)
+        )
         return (
-            f"the tokenizer's end token {self.written(end_id)!r} ({end_id}) does not end outputs. The model's files "
-            f"name {ends}. If outputs are too long, correct eos_token_id in generation_config.json"
+            f"the tokenizer's end token {self.written(end_id)!r} ({end_id}) does not end outputs: eos_token_id is "
+            f"{ends}. If outputs are too long, correct it in {source}"
         )
 
     def encode_prompt(

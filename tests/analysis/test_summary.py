@@ -140,7 +140,7 @@ def test_a_run_too_short_to_fit_has_no_causes() -> None:
     report = summarise(Schedule(8, 2, constant(1.0)).events(), fit="too short")
     assert report["causes"] is None and report["cost_error"] is None
     assert report["notes"] == [
-        "the run has too few microbatches to fit a cost model: no causes and no advice; run more requests"
+        "the run has too few microbatches to fit a cost model: no causes and no advice about time; run more requests"
     ]
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 

@@ -196,6 +196,18 @@ def test_a_lost_replicas_rows_go_to_the_others(lost, dies_after):
     assert engines[0].closed == (lost != 0)
 
 
+def test_of_a_lost_replica_only_finished_requests_are_counted():
+    seen = []
+    progress = ReplicaProgress(2, 1, Mock(report_progress=seen.append))
+    half = replace(Progress.nothing(1), running=2, waiting=3, prompt_tokens=10, output_tokens=5, tokens_computed=40)
+    half = replace(half, stage_busy=(0.5,), kv_fragmentation=0.5)
+    progress.update(1, half)
+    progress.lose(1)
+    progress.update(1, half)  # was on its way
+    assert (seen[-1].running, seen[-1].waiting, seen[-1].tokens_computed) == (0, 0, 15)
+    assert seen[-1].stage_busy == (0.0, 0.0) and seen[-1].kv_fragmentation is None
+
+
 def test_where_all_are_lost_the_run_ends():
     engines = [Engine(number, slow_s=0.002, dies_after=5 * (1 + number)) for number in range(3)]
     made, _ = dispatcher(*engines)

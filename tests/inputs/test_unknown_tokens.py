@@ -3,12 +3,12 @@ from __future__ import annotations
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
 
 
-def test_prompts_that_are_mostly_unknown_are_counted() -> None:
+def test_prompts_with_many_unknown_tokens_are_counted() -> None:
     unknown = UnknownTokens(token_id=3)
-    unknown.count((3, 3, 5, 5))
+    unknown.count((3, 5, 5, 5))
     assert unknown.warning() is None
-    unknown.count((1, 3, 3))
-    assert "1 of 2 prompts consist mostly of the unknown token (id 3)" in str(unknown.warning())
+    unknown.count((1, 7, 3))
+    assert "1 of 2 prompts have more than 30% unknown tokens (id 3)" in str(unknown.warning())
 
 
 def test_without_an_unknown_token_there_is_no_warning() -> None:

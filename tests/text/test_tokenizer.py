@@ -547,8 +547,17 @@ def test_an_end_token_that_ends_no_output_is_doubted():
     backend = word_pieces()
     backend.eos_token = "b"
     end_id = backend.eos_token_id
-    assert tokenizer(backend, eos_token_ids=[end_id, 1]).end_token_doubt() is None
-    assert tokenizer(backend, eos_token_ids=[]).end_token_doubt() is None
-    assert tokenizer(None, eos_token_ids=[1]).end_token_doubt() is None
-    doubt = tokenizer(backend, eos_token_ids=[1]).end_token_doubt()
-    assert f"'b' ({end_id}) does not end outputs" in doubt and "(1). If outputs" in doubt
+    assert tokenizer(backend, eos_token_ids=[end_id, 1]).end_token_doubt("a file") is None
+    assert tokenizer(backend, eos_token_ids=[]).end_token_doubt("a file") is None
+    assert tokenizer(None, eos_token_ids=[1]).end_token_doubt("a file") is None
+    no_token = len(backend) + 5
+    doubt = tokenizer(backend, eos_token_ids=[1, no_token], vocab_size=no_token + 1).end_token_doubt("a file")
+    assert f"'b' ({end_id}) does not end outputs" in doubt
+    assert f"(1), {no_token}. If outputs are too long, correct it in a file" in doubt
+
+
+def test_an_unknown_token_with_another_use_is_none():
+    backend = word_pieces()
+    assert tokenizer(backend).unknown_id == backend.unk_token_id is not None
+    backend.eos_token = backend.unk_token
+    assert tokenizer(backend).unknown_id is None

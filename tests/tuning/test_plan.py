@@ -237,7 +237,7 @@ def rendered(document: dict[str, Any]) -> list[str]:
 def test_the_devices_and_then_the_verdict_come_first_and_then_what_to_give_generate(tmp_path: Path) -> None:
     found = plan(tmp_path) | {"model": "tiny-adder"}
     subject, verdict, options, *lines = rendered(found)
-    assert subject == "tiny-adder in 2 stages on cpu of this host"
+    assert subject == "tiny-adder in 2 stages on the device of the profile (cpu)"
     assert verdict.startswith("fits")
     assert (
         options.removeprefix("options to use: ").split()

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from sarathi_pp.report import formats
-from sarathi_pp.report.advice import APART
+from sarathi_pp.report.advice import apart
 from sarathi_pp.report.vocabulary import CAUSES, cause_name, doubt, setup_of
 
 # For each advised option, the options of the command that it replaces. A policy brings its own chunk size.
@@ -64,8 +64,8 @@ def advice_list(report: Mapping[str, Any], *, without: Mapping[str, Any] | None 
     found = report.get("advice") or ()
     copies = ("" if one is without else _copy(report, one) for one in found)
     items = "".join(f"<li>{escape(str(one['text']))}{copy}</li>" for one, copy in zip(found, copies, strict=True))
-    apart = f'<p class="hint">{APART}</p>' if len(found) > 1 else ""
-    return f'<ul class="advice">{items}</ul>{apart}' if items else ""
+    hint = f'<p class="hint">{sentence}</p>' if (sentence := apart(found)) else ""
+    return f'<ul class="advice">{items}</ul>{hint}' if items else ""
 
 
 def best_command(report: Mapping[str, Any]) -> str:

@@ -32,10 +32,14 @@ from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
 from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.batch_invariant import batch_invariant_mode
+from sarathi_pp.model.checkpoint.config_file import ConfigFile
+from sarathi_pp.model.checkpoint.entries import weight_entries
 from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
+from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.support import check_shards
-from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
+from sarathi_pp.model.checkpoint.tensor_file import ReadCount
+from sarathi_pp.model.checkpoint.weights import Weight, stage_tensors
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
@@ -259,6 +263,7 @@ def _load(
                 ignore_mismatched_sizes=True,  # _require_complete reports them by name
                 output_loading_info=True,
             )
+            loaded["unexpected_keys"] = [key for key in loaded["unexpected_keys"] if not _is_spare_bias(key, tensors)]
             _require_complete(directory, layers, module, loaded)
             module.to(device)  # moves tensors that are not weights
         except (RuntimeError, MemoryError) as error:
@@ -310,14 +315,14 @@ def _stored(
     shard: TensorShard | None,
     count: ReadCount,
     checkpoint: Checkpoint | None = None,
-) -> tuple[dict[str, StoredTensor], Split | None]:
-    """Return the stored tensors of the layers [first, end), or a shard's part of them.
+) -> tuple[dict[str, Weight], Split | None]:
+    """Return the weights of the layers [first, end), or a shard's part of them.
 
     Also return the Split that divides the layers among shards; None without shards.
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
-    checkpoint = checkpoint or open_checkpoint(directory)
-    tensors = stage_tensors(checkpoint, family, layers, num_layers, tied, dtype, count, device)
+    entries = weight_entries(ConfigFile.read(directory), checkpoint or open_checkpoint(directory))
+    tensors = stage_tensors(entries, family, layers, num_layers, tied, dtype, count, device)
     if shard is None or shard.size == 1:
         return tensors, None
     check_shards(directory, shard.size)
@@ -325,7 +330,7 @@ def _stored(
     return split.take(tensors), split
 
 
-def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+def _num_bytes(tensors: Mapping[str, Weight]) -> int:
     return sum(tensor.num_bytes() for tensor in tensors.values())
 
 
@@ -415,6 +420,12 @@ def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
 
 def _has_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+
+
+def _is_spare_bias(key: str, tensors: Mapping[str, Weight]) -> bool:
+    """Return whether a tensor is the bias of zeros that GPTQ's tools store with a linear module that has none."""
+    weight = tensors.get(f"{key.removesuffix('.bias')}.weight")
+    return key.endswith(".bias") and isinstance(weight, QuantisedTensor) and not tensors[key].read().any()
 
 
 def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Module, loaded: Mapping[str, Any]) -> None:

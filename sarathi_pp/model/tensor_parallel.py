@@ -23,7 +23,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sarathi_pp.errors import ConfigError, UnsupportedModelError
-from sarathi_pp.model.checkpoint.weights import Cut, StoredTensor
+from sarathi_pp.model.checkpoint.tensor_file import Cut
+from sarathi_pp.model.checkpoint.weights import Weight
 from sarathi_pp.model.families import Family
 
 # The last style is for training. Its modules are complete on every shard and are computed alike.
@@ -109,7 +110,7 @@ class Split:
         self._shard = shard
         self._sums: list[tuple[int, str]] = []
 
-    def take(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def take(self, tensors: Mapping[str, Weight]) -> dict[str, Weight]:
         """Return this shard's part of stored tensors, by their stored names.
 
         A bias of a product that is summed over the shards must be added once. So only shard 0 has it.

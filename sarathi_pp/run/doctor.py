@@ -33,10 +33,11 @@ from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
+from sarathi_pp.model.checkpoint.config_file import ConfigFile
+from sarathi_pp.model.checkpoint.entries import loaded_bytes, stored_bytes, weight_entries
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.checkpoint.surplus import needed_tensors
 from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
@@ -300,8 +301,13 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
         return f"{facts.architecture}, {facts.num_layers} layers, {facts.max_position_embeddings} positions"
 
     def weights() -> str:
-        needed = sum(one.num_bytes for one in needed_tensors(open_checkpoint(directories[0])).values())
-        return f"{in_gib(needed)} in {known[0].dtype}, divided among the stages"
+        directory, facts = directories[0], known[0]
+        entries = weight_entries(ConfigFile.read(directory), open_checkpoint(directory)).values()
+        stored = in_gib(sum(map(stored_bytes, entries)))
+        if facts.quantised is None:
+            return f"{stored} in {facts.dtype}, divided among the stages"
+        loaded = in_gib(sum(loaded_bytes(entry, facts.dtype) for entry in entries))
+        return f"{stored} stored as {facts.quantised}; {loaded} in {facts.dtype}, divided among the stages"
 
     def tokenizer() -> str:
         defaults = read_generation_config(directories[0])

@@ -204,7 +204,8 @@ class Rank:
             "shared_memory_edges": self._pipeline.shared_edges,
             **self._memory(),
         }
-        return {**dataclasses.asdict(self.run), **found, **software(), "fingerprint": self.checked.facts.fingerprint}
+        model = {"quantised": self.checked.facts.quantised, "fingerprint": self.checked.facts.fingerprint}
+        return {**dataclasses.asdict(self.run), **found, **software(), **model}
 
     def finish(self, facts: Mapping[str, Any] | None = None) -> FinishedRun | None:
         """Close this rank's trace, and bring all traces to rank 0.

@@ -21,7 +21,7 @@ from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.checkpoint.weights import ReadCount
+from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device

@@ -41,14 +41,12 @@ class PlannedModel:
         facts: facts of the whole model, such as its number of layers.
         checkpoint: its tensors, which are stored here or only described.
         from_config: the sizes come from config.json alone.
-        quantised: quantisation method of the published weights; None if they are not quantised.
     """
 
     directory: Path
     facts: ModelFacts
     checkpoint: Checkpoint
     from_config: bool
-    quantised: str | None = None
 
     @classmethod
     def find(cls, name: str) -> PlannedModel:
@@ -57,23 +55,25 @@ class PlannedModel:
         The sizes come from the headers of the weight files if all of them exist, otherwise from config.json alone.
         """
         directory = find_config(name)
-        facts, quantised = describe_config(directory)
-        if quantised is None and _has_weights(directory):
+        facts = describe_config(directory)
+        if _has_weights(directory):
             return cls(directory, check_model(directory), open_checkpoint(directory), from_config=False)
         from sarathi_pp.model.checkpoint.shapes import describe_tensors  # takes seconds
 
-        return cls(directory, facts, describe_tensors(directory), from_config=True, quantised=quantised)
+        return cls(directory, facts, describe_tensors(directory), from_config=True)
 
     def notes(self, config: RunConfig) -> list[str]:
         """Return notes for the user about the source of the sizes."""
-        if self.quantised is not None:
-            return [
-                f"the published weights are quantised ({self.quantised}), and a run refuses them; sizes are those of "
-                f"unquantised weights in {self.dtype_name(config)}"
-            ]
+        notes = []
+        if self.facts.quantised is not None:
+            notes.append(
+                f"the published weights are quantised ({self.facts.quantised}); a run dequantises them when it loads "
+                f"them, so they take the memory of {self.dtype_name(config)}"
+            )
         if self.from_config:
-            return [f"the weights are not on this host; sizes are those of config.json in {self.dtype_name(config)}"]
-        return []
+            dtype = self.dtype_name(config)
+            notes.append(f"the weights are not on this host; sizes are those of config.json in {dtype}")
+        return notes
 
     def dtype_name(self, config: RunConfig) -> str:
         return self.facts.dtype if config.dtype == "auto" else config.dtype

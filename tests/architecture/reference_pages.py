@@ -180,8 +180,9 @@ def _models_page() -> str:
         _table(("`model_type`", "architecture", "tensor parallelism"), rows),
         "Weights are safetensors, in one file or sharded, from a directory or the Hugging Face Hub. Everything else\n"
         "is refused before a run starts: other architectures, linear attention, dynamic and longrope rotary\n"
-        "embeddings, quantised checkpoints, and custom code. OpenAI's own gpt-oss checkpoints are quantised (MXFP4),\n"
-        "so they are refused too. `sarathi-pp doctor --model DIR` checks if a model can run.",
+        "embeddings, and custom code. Weights may be stored in full or in these\n"
+        "[quantised forms](../guides/quantised-models.md): FP8, MXFP4 (gpt-oss), compressed-tensors, GPTQ and AWQ.\n"
+        "`sarathi-pp doctor --model DIR` checks if a model can run.",
     )
 
 

@@ -95,9 +95,8 @@ def test_files_that_are_not_there_or_in_the_way(tmp_path, capsys, prompts):
     ("changed", "code", "says"),
     [
         ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, 2, "FalconForCausalLM is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, 2, "quant"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, 2, "quant"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 2, "dynamic"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, 77, "auto_map"),
     ],
 )
 def test_models_that_are_not_proven(tmp_path, capsys, prompts, changed, code, says):

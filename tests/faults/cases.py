@@ -143,7 +143,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     34: ("pickled weights", (f"{_WEIGHTS}pickled_weights_are_refused_with_a_way_out",)),
     35: ("paths that leave the model directory", (
         f"{_WEIGHTS}an_index_cannot_point_out_of_the_model", f"{_WEIGHTS}a_link_out_of_the_model_is_refused")),
-    36: ("code that comes with a model", (f"{_SUPPORT}custom_code_is_refused",)),
+    36: ("code that comes with a model", (f"{_SUPPORT}custom_code_is_not_run",)),
     37: ("models that are not proven", (f"{_SUPPORT}what_is_not_proven_is_refused_in_a_line",)),
     38: ("a hub that cannot be reached, a repository that is missing or gated", (
         f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",

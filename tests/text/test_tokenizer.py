@@ -192,15 +192,20 @@ def test_a_chat_template_that_does_not_end_is_a_row_error(inner, monkeypatch):
 
 def test_what_one_expression_of_a_template_takes_is_bounded(monkeypatch):
     """Such a step of the interpreter ends only when it is done; a timeout cannot interrupt it."""
-    monkeypatch.setattr("sarathi_pp.text.chat_template.MAX_RENDER_S", 0.5)
     backend = byte_level()
-    text = tokenizer(backend)
     for expression, says in {
         "7 ** 500000000": r"it ran for more than 0\.5 s",
+        "('x' * 10 ** 8)|replace('x', 'xxxxxxxxxx')": r"it (took more than 512 MiB of memory|ran for more than 0\.5 s)",
+    }.items():
+        backend.chat_template = f"{{{{ {expression} }}}}"
+        with monkeypatch.context() as patch, pytest.raises(RowError, match=says):
+            patch.setattr("sarathi_pp.text.chat_template.MAX_RENDER_S", 0.5)
+            tokenizer(backend).encode_chat([{"role": "user", "content": "hello"}])
+    text = tokenizer(backend)
+    for expression, says in {
         "'x' * 10 ** 11": "it took more than 512 MiB of memory",
         "'x'.center(10 ** 11)": "it took more than 512 MiB of memory",
         "'%*d' % (2 * 10 ** 9, 1)": "it took more than 512 MiB of memory",
-        "('x' * 10 ** 8)|replace('x', 'xxxxxxxxxx')": r"it (took more than 512 MiB of memory|ran for more than 0\.5 s)",
         "'x' * 20000000": "it wrote 20000000 characters",
     }.items():
         backend.chat_template = f"{{{{ {expression} }}}}"

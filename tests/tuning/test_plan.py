@@ -283,7 +283,7 @@ def test_a_large_model_is_planned_from_its_config_alone(name: str, gib: int, fit
         assert stage["room_bytes"] == pytest.approx(usable, abs=1)
         assert fits is False or stage["free_bytes"] >= 0
         assert 0.01 < stage["working_bytes"] / 2**30 < 3
-    assert ("mxfp4" in found["notes"][0]) is (name == "gpt-oss-120b")
+    assert ("MXFP4" in found["notes"][0]) is (name == "gpt-oss-120b")
 
 
 def test_cards_of_several_kinds_get_layers_by_time_within_their_memory() -> None:

@@ -23,10 +23,10 @@ _REPOSITORIES = {
     "model_index.json": "a diffusers pipeline, which makes images",
     "modules.json": "an embedding model of sentence-transformers, which gives vectors instead of text",
     "config_sentence_transformers.json": "an embedding model of sentence-transformers, which gives vectors",
-    "quantize_config.json": "a quantised model (GPTQ)",
-    "quant_config.json": "a quantised model (AWQ)",
     "hf_quant_config.json": "a quantised model (ModelOpt)",
 }
+# Files in which older tools keep the quantisation settings, which are read only from config.json.
+_QUANTISED = {"quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
 # Endings of weight files in formats that are not read.
 _FORMATS = {
     ".gguf": "GGUF, the format of llama.cpp",
@@ -91,6 +91,21 @@ def check_kind(where: str, names: Collection[str], base_model: object = None) ->
             raise UnsupportedModelError(f"{where} is {kind} ({name}); only causal language models are supported")
     if "config.json" not in root:
         raise _no_config(where, root, names)
+
+
+def refuse_quantised(where: str, names: Collection[str]) -> None:
+    """Raise UnsupportedModelError if files show that the weights are quantised, although config.json does not name it.
+
+    Args:
+        where: directory or repository, for the message.
+        names: names of its files.
+    """
+    for name, method in _QUANTISED.items():
+        if name in names:
+            raise UnsupportedModelError(
+                f"{where}: {name} is there, so the weights are quantised ({method}), and config.json has no "
+                f"quantization_config; use a checkpoint whose config.json has one, or the unquantised model"
+            )
 
 
 def check_weights(where: str, names: Collection[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sarathi_pp.model.checkpoint.files import read_json
-from sarathi_pp.model.checkpoint.support import ConfigFile, ModelFacts
+from sarathi_pp.model.checkpoint.config_file import ConfigFile
+from sarathi_pp.model.checkpoint.support import ModelFacts
 
 # Keys of config.json for the width of a layer's MLP, or of one expert. The first key that exists counts.
 _WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
@@ -34,7 +34,7 @@ class MLPShape:
 
 def read_mlp(directory: Path, facts: ModelFacts) -> MLPShape:
     """Return the sizes of the MLP. Raise InputError for a size that is not a positive integer."""
-    config = ConfigFile(directory, read_json(directory, "config.json"))
+    config = ConfigFile.read(directory)
     widths = (config.optional_size(key, None) for key in _WIDTHS)
     experts = (config.optional_size(key, None) for key in _EXPERTS)
     return MLPShape(

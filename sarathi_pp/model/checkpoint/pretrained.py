@@ -16,8 +16,9 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from sarathi_pp.errors import InputError, StoppedError
-from sarathi_pp.model.checkpoint.files import read_json
-from sarathi_pp.model.checkpoint.support import ConfigFile, find_family
+from sarathi_pp.model.checkpoint.config_file import ConfigFile
+from sarathi_pp.model.checkpoint.quantised.scheme import QUANTISATION_KEYS
+from sarathi_pp.model.checkpoint.support import find_family
 from sarathi_pp.model.families import Family
 
 # Keys that are never left out: they decide which class is made, or have no effect.
@@ -30,7 +31,7 @@ def load_config(directory: Path) -> tuple[Family, Any]:
     Raises:
         InputError: transformers refuses a key. The message names the key and its value.
     """
-    file = ConfigFile(directory, read_json(directory, "config.json"))
+    file = ConfigFile.read(directory)
     family = find_family(file)
     try:
         config = _make(family, file.values)
@@ -53,7 +54,7 @@ def refuse_config(directory: Path, error: Exception) -> InputError:
     """
     if isinstance(error, StoppedError):
         raise error
-    file = ConfigFile(directory, read_json(directory, "config.json"))
+    file = ConfigFile.read(directory)
     family, reason = find_family(file), _last_line(error)
     keys = [key for key in file.values if key not in _KEPT]
     keys.sort(key=lambda key: key not in reason)  # most errors name it
@@ -64,7 +65,8 @@ def refuse_config(directory: Path, error: Exception) -> InputError:
 
 
 def _make(family: Family, values: Mapping[str, object]) -> Any:
-    return CONFIG_MAPPING[family.model_type].from_dict(dict(values))
+    plain = {key: value for key, value in values.items() if key not in QUANTISATION_KEYS}  # weights come as floats
+    return CONFIG_MAPPING[family.model_type].from_dict(plain)
 
 
 def _makes_model(family: Family, values: Mapping[str, object]) -> bool:

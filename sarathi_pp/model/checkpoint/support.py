@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsafeError, UnsupportedModelError
+from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsupportedModelError
+from sarathi_pp.model.checkpoint.config_file import ConfigFile
+from sarathi_pp.model.checkpoint.entries import weight_entries
 from sarathi_pp.model.checkpoint.files import (
     Checkpoint,
     TensorEntry,
@@ -31,9 +33,11 @@ from sarathi_pp.model.checkpoint.kind import (
     check_weights,
     refuse_class,
     refuse_path,
+    refuse_quantised,
 )
+from sarathi_pp.model.checkpoint.quantised.scheme import Scheme, read_scheme
 from sarathi_pp.model.checkpoint.ranges import check_ranges
-from sarathi_pp.model.checkpoint.surplus import needed_tensors, refuse_types, surplus_note
+from sarathi_pp.model.checkpoint.surplus import refuse_types, surplus_note
 from sarathi_pp.model.families import FAMILIES, Family
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -61,7 +65,8 @@ class ModelFacts:
         softcap: attention bounds its scores by a soft cap.
         sinks: attention has sinks: one more logit per head in the softmax, without a key or a value.
         lm_head_size: number of inputs of the LM head; None if it is hidden_size.
-        note: a sentence about stored tensors that are not loaded; None if there are none.
+        quantised: how the stored weights are quantised, for the user; None if they are not.
+        note: a sentence about what is not used as it is stored; None if there is nothing to say.
     """
 
     model_type: str
@@ -79,6 +84,7 @@ class ModelFacts:
     softcap: bool = False
     sinks: bool = False
     lm_head_size: int | None = None
+    quantised: str | None = None
     note: str | None = None
 
     def max_model_len(self, asked: int | None) -> int:
@@ -113,10 +119,10 @@ def check_model(directory: Path) -> ModelFacts:
     """
     with reading(directory):
         names = _file_names(directory)
-        config, family = _check_config(directory, names)
+        config, family, scheme = _check_config(directory, names)
         refuse_pointers(directory)
         check_weights(str(directory), names)
-        return _find_facts(config, family, open_checkpoint(directory))
+        return _find_facts(config, family, scheme, open_checkpoint(directory))
 
 
 def check_config(directory: Path, names: Collection[str]) -> None:
@@ -126,7 +132,8 @@ def check_config(directory: Path, names: Collection[str]) -> None:
         names: all files of the model, those in folders with their path.
     """
     with reading(directory):
-        _find_sizes(*_check_config(directory, names))
+        config, family, _ = _check_config(directory, names)
+        _find_sizes(config, family)
         check_weights(str(directory), names)
 
 
@@ -145,47 +152,42 @@ def _file_names(directory: Path) -> list[str]:
     return names
 
 
-def describe_config(directory: Path) -> tuple[ModelFacts, str | None]:
-    """Return a model's facts from config.json alone. Quantised and missing weights are accepted.
+def describe_config(directory: Path) -> ModelFacts:
+    """Return a model's facts from config.json alone. Missing weights are accepted.
 
-    The dtype is the one in config.json. If it names none, the dtype is bfloat16 for quantised weights, because they are
-    multiplied in that type, and float32 for others.
-
-    Returns:
-        The facts, and the quantisation method of the published weights; None if they are not quantised.
+    The dtype is the one in config.json. If it names none, the dtype is bfloat16 for quantised weights and float32 for
+    others.
 
     Raises:
         InputError, MissingError, UnsafeError, UnsupportedModelError: see `check_model`.
     """
     with reading(directory):
         names = _file_names(directory)
-        config, family = _check_config(directory, names, allow_quantised=True)
+        config, family, scheme = _check_config(directory, names)
         with suppress(MissingError):
             check_weights(str(directory), names)
-        quantised = _quantisation(config)
-        facts = ModelFacts(
+        return ModelFacts(
             model_type=family.model_type,
             architecture=family.architecture,
             **_find_sizes(config, family),
-            dtype=_named_dtype(config) or ("bfloat16" if quantised else "float32"),
+            dtype=_named_dtype(config) or ("float32" if scheme is None else "bfloat16"),
             fingerprint=hashlib.sha256(safe_path(directory, "config.json").read_bytes()).hexdigest(),
             **_find_features(config, family),
+            **_quantisation(scheme),
         )
-    return facts, quantised
 
 
-def _check_config(
-    directory: Path, names: Collection[str], *, allow_quantised: bool = False
-) -> tuple[ConfigFile, Family]:
+def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, Family, Scheme | None]:
     adapter = read_json(directory, ADAPTER_FILE) if (directory / ADAPTER_FILE).is_file() else {}
     check_kind(str(directory), names, adapter.get("base_model_name_or_path"))
-    config = ConfigFile(directory, read_json(directory, "config.json"))
-    if not allow_quantised and (method := _quantisation(config)) is not None:
-        raise config.refuse(f"quantised weights ({method}) are not supported; use the unquantised model")
+    config = ConfigFile.read(directory)
+    scheme = read_scheme(config)
+    if scheme is None:
+        refuse_quantised(str(directory), names)
     family = find_family(config)
     _refuse_features(config)
     _refuse_rope(config)
-    return config, family
+    return config, family, scheme
 
 
 def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
@@ -206,19 +208,36 @@ def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
     }
 
 
-def _find_facts(config: ConfigFile, family: Family, checkpoint: Checkpoint) -> ModelFacts:
+def _find_facts(config: ConfigFile, family: Family, scheme: Scheme | None, checkpoint: Checkpoint) -> ModelFacts:
     sizes = _find_sizes(config, family)
-    tensors = needed_tensors(checkpoint)
+    entries = weight_entries(config, checkpoint)
+    tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
     refuse_types(tensors)
+    stored_dtype = _stored_dtype(config.directory, tensors)
+    notes = [scheme.note if scheme is not None else None, _code_note(config), surplus_note(checkpoint)]
     return ModelFacts(
         model_type=family.model_type,
         architecture=family.architecture,
         **sizes,
-        dtype=_stored_dtype(config.directory, tensors),
+        dtype=stored_dtype if scheme is None else _named_dtype(config) or "bfloat16",
         fingerprint=_fingerprint(config.directory, checkpoint),
-        note=surplus_note(checkpoint),
+        note="; ".join(filter(None, notes)) or None,
         **_find_features(config, family),
+        **_quantisation(scheme),
     )
+
+
+def _code_note(config: ConfigFile) -> str | None:
+    """Return a sentence about Python code that the model's author names; None if there is none."""
+    if not config.values.get("auto_map"):
+        return None
+    own = f"transformers' own {config.values.get('model_type')} is used"
+    return f"the Python code that config.json names (auto_map) is not run; {own}"
+
+
+def _quantisation(scheme: Scheme | None) -> dict[str, Any]:
+    """Return how the weights are quantised, by the names of ModelFacts."""
+    return {"quantised": scheme.title if scheme is not None else None}
 
 
 def _find_features(config: ConfigFile, family: Family) -> dict[str, Any]:
@@ -243,7 +262,7 @@ def check_shards(directory: Path, size: int) -> None:
     assert size > 0, f"{size} shards"
     if size == 1:
         return
-    config = ConfigFile(directory, read_json(directory, "config.json"))
+    config = ConfigFile.read(directory)
     family = find_family(config)
     if family.widths is None:
         raise UnsupportedModelError(
@@ -262,43 +281,6 @@ def check_shards(directory: Path, size: int) -> None:
                 f"--tensor-parallel-size is {size}; the model has {number} {name}, which is not a multiple of it: all "
                 f"shards hold the same number\n  try  --tensor-parallel-size {fits}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """The content of config.json, with errors that name the file."""
-
-    directory: Path
-    values: dict[str, object]
-
-    def size(self, key: str) -> int:
-        """Return the value of a key that must be an integer of at least 1. Raise InputError if it is not."""
-        value = self.optional_size(key, None)
-        if value is None:
-            raise InputError(f"{self.path}: {key} is missing; expected an integer of at least 1")
-        return value
-
-    def optional_size(self, key: str, default: int | None) -> int | None:
-        """Return an integer of at least 1; None for null; the default for an absent key. Otherwise raise InputError."""
-        value = self.values.get(key, default)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{self.path}: {key} is {value!r:.100}; expected an integer of at least 1")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false; the default for an absent key. Raise InputError for any other value."""
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            raise InputError(f"{self.path}: {key} is {value!r:.100}; expected true or false")
-        return value
-
-    @property
-    def path(self) -> Path:
-        return self.directory / "config.json"
-
-    def refuse(self, what: str) -> UnsupportedModelError:
-        """Return an error about something that is not supported."""
-        return UnsupportedModelError(f"{self.path}: {what}")
 
 
 def find_family(config: ConfigFile) -> Family:
@@ -327,13 +309,8 @@ def _heads(config: ConfigFile, family: Family) -> tuple[int, int]:
 
 
 def _refuse_features(config: ConfigFile) -> None:
-    """Raise for every feature that would change the result or run code that is not transformers' own."""
+    """Raise for every feature that would change the result."""
     values = config.values
-    if values.get("auto_map"):
-        raise UnsafeError(
-            f"{config.directory}: config.json has an auto_map, which names Python code of the model's author. If "
-            f"transformers' own {values.get('model_type')} is meant, remove auto_map from a copy of it"
-        )
     if config.flag("is_encoder_decoder"):
         raise config.refuse("is_encoder_decoder is true, and encoder-decoder models are not supported")
     for key in MODALITIES:
@@ -344,15 +321,6 @@ def _refuse_features(config: ConfigFile) -> None:
             raise config.refuse(f"{key} is {values[key]!r:.100}, and only causal decoders can run in a pipeline")
     if values.get("per_layer_config"):
         raise config.refuse("per_layer_config gives layers sizes of their own, which is not supported")
-
-
-def _quantisation(config: ConfigFile) -> str | None:
-    """Return the quantisation method of the weights; None if they are not quantised."""
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if quantised := config.values.get(key):
-            method = quantised.get("quant_method", key) if isinstance(quantised, dict) else quantised
-            return f"{method!s:.100}"
-    return None
 
 
 def _named_dtype(config: ConfigFile) -> str | None:

@@ -49,7 +49,7 @@ def refuse_types(tensors: Mapping[str, TensorEntry]) -> None:
         if entry.dtype not in FLOATS:
             raise UnsupportedModelError(
                 f"{entry.file}: tensor {key} is stored as {entry.dtype}; weights are read from {', '.join(FLOATS)}. "
-                f"Quantised weights are not supported; use the unquantised model"
+                f"If these weights are quantised, config.json must have a quantization_config; download it again"
             )
 
 

@@ -105,7 +105,7 @@ def test_for_a_plan_nothing_but_config_is_fetched(tmp_path: Path) -> None:
     ("config", "names", "code", "message"),
     [
         ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, SHARDS[:1], 2, "not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, SHARDS[:1], 2, "quantised weights (fp8)"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, SHARDS[:1], 2, "quantised weights (bitsandbytes)"),
         ({"hidden_size": "4"}, ["model.safetensors"], 65, "hidden_size is '4'"),
         ({}, ["pytorch_model.bin"], 77, "pickled"),
         ({}, ["model.gguf"], 2, "GGUF"),

@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[dict[str, Any], type[SarathiError], tuple[str, ...]]] = {
     "adapter weights alone": (BASE | {"adapter_model.bin": b""}, UnsupportedModelError, ("would be ignored",)),
     "diffusers": ({"model_index.json": {}, "unet/config.json": {}}, UnsupportedModelError, ("diffusers",)),
     "sentence-transformers": (BASE | {"modules.json": b"[]"}, UnsupportedModelError, ("embedding model",)),
-    "GPTQ": (BASE | {"quantize_config.json": {}}, UnsupportedModelError, ("GPTQ",)),
+    "GPTQ": (BASE | {"quantize_config.json": {}}, UnsupportedModelError, ("GPTQ", "quantization_config")),
     "AWQ": (BASE | {"quant_config.json": {}}, UnsupportedModelError, ("AWQ",)),
     "Meta's own format": ({"params.json": {}, "consolidated.00.pth": b""}, UnsupportedModelError, ("consolidated",)),
     "pickled, no config": ({"model.pth": b""}, UnsupportedModelError, ("PyTorch checkpoint (model.pth)",)),
@@ -74,7 +74,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "near": ("Qwen3NextForCausalLM", {"model_type": "qwen3_next"}, ("not supported", "nearest", "Qwen3")),
     "with a head": ("BertLMHeadModel", {"model_type": "bert"}, ("BertLMHeadModel is not supported",)),
-    "quantised": ("DeepseekV3ForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, ("quantised", "fp8")),
+    "quantised": ("DeepseekV3ForCausalLM", {"quantization_config": {"quant_method": "hqq"}}, ("quantised", "hqq")),
 }
 
 

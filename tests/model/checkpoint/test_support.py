@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
+from sarathi_pp.model.checkpoint.pretrained import load_config
 from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from tests.model.families import FAMILIES, VOCAB_SIZE, architecture, write_checkpoint
@@ -55,23 +56,22 @@ def test_facts_without_weights_are_the_same(family: str, tmp_path: Path) -> None
     write_checkpoint(family, tmp_path)
     whole = check_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    alone, quantised = describe_config(tmp_path)
-    assert quantised is None
+    alone = describe_config(tmp_path)
     assert replace(alone, fingerprint=whole.fingerprint) == whole
 
 
 @pytest.mark.parametrize(
-    ("changed", "dtype", "quantised"),
+    ("changed", "dtype", "title"),
     [
         ({}, "float32", None),
         ({"torch_dtype": "bfloat16"}, "bfloat16", None),
         ({"dtype": "float16"}, "float16", None),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "bfloat16", "mxfp4"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "bfloat16", "MXFP4"),
     ],
 )
-def test_the_dtype_without_weights(write: Write, changed: dict[str, Any], dtype: str, quantised: str | None) -> None:
-    facts, found = describe_config(write(**changed))
-    assert (facts.dtype, found) == (dtype, quantised)
+def test_the_dtype_without_weights(write: Write, changed: dict[str, Any], dtype: str, title: str | None) -> None:
+    facts = describe_config(write(**changed))
+    assert (facts.dtype, facts.quantised) == (dtype, title)
 
 
 def test_pickled_weights_are_refused_even_if_they_are_not_loaded(tmp_path: Path, write: Write) -> None:
@@ -165,8 +165,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "ConditionalGeneration",
     ),
     "vision tower": ({"vision_config": {"hidden_size": 8}}, "vision_config"),
-    "quantised": ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-    "quantised for MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "quantised weights"),
+    "quantised": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
+    "quantised for MLX": ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
     "layers of several sizes": ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
     "encoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
     "cross attention": ({"add_cross_attention": True}, "add_cross_attention"),
@@ -198,10 +198,12 @@ def test_what_is_not_proven_is_refused_in_a_line(case: str, write: Write) -> Non
     assert len(str(caught.value)) < 330
 
 
-def test_custom_code_is_refused(write: Write) -> None:
-    with pytest.raises(UnsafeError, match="auto_map") as caught:
-        check_model(write(auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"}))
-    assert caught.value.exit_code == 77
+def test_custom_code_is_not_run(write: Write) -> None:
+    directory = write(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Evil"})
+    (directory / "evil.py").write_text("raise SystemExit('this code ran')")
+    note = "the Python code that config.json names (auto_map) is not run; transformers' own llama is used"
+    assert check_model(directory).note == note
+    load_config(directory)
 
 
 def test_pickled_weights_are_refused(write: Write) -> None:

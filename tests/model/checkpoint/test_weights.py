@@ -101,7 +101,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_an_error(tmp_path: Path) -> 
 
 def names(layers: tuple[int, int], *, tied: bool, keys: list[str], tmp_path: Path) -> set[str]:
     save_file({key: torch.ones(1) for key in keys}, tmp_path / SINGLE_FILE)
-    return set(stage_tensors(open_checkpoint(tmp_path), LLAMA, layers, 12, tied, torch.float32, ReadCount()))
+    return set(stage_tensors(open_checkpoint(tmp_path).tensors, LLAMA, layers, 12, tied, torch.float32, ReadCount()))
 
 
 KEYS = [

@@ -6,26 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sarathi_pp.errors import InputError, UnsupportedModelError
-from sarathi_pp.model.checkpoint.files import read_json
+from sarathi_pp.model.checkpoint.files import read_json, stored_names
+from sarathi_pp.model.checkpoint.wrapper import text_values
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """The content of config.json, with errors that name the file."""
+    """The content of config.json, with errors that name the file.
+
+    Attributes:
+        values: the keys with their values.
+        wrapper: model_type of the multimodal model, if `values` are those of its text part; None for a text model.
+    """
 
     directory: Path
     values: dict[str, object]
+    wrapper: str | None = None
 
     @classmethod
     def read(cls, directory: Path) -> ConfigFile:
-        """Read the config.json of a model directory.
+        """Read the config.json of a model directory. Of a multimodal model, take the text part (wrapper.py).
 
         Raises:
             MissingError: the file does not exist.
             InputError: it cannot be read or is no JSON object.
             UnsafeError: it is a link out of the directory.
         """
-        return cls(directory, read_json(directory, "config.json"))
+        values = read_json(directory, "config.json")
+        text = text_values(values, lambda: stored_names(directory))
+        return cls(directory, values) if text is None else cls(directory, text, str(values["model_type"]))
 
     def size(self, key: str) -> int:
         """Return the value of a key that must be an integer of at least 1. Raise InputError if it is not."""

@@ -10,6 +10,7 @@ from sarathi_pp.model.checkpoint.files import ITEM_BYTES, Checkpoint, TensorEntr
 from sarathi_pp.model.checkpoint.quantised.parts import Entry, join_parts
 from sarathi_pp.model.checkpoint.quantised.scheme import read_scheme
 from sarathi_pp.model.checkpoint.surplus import needed_tensors
+from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 
 
 def weight_entries(config: ConfigFile, checkpoint: Checkpoint) -> Mapping[str, Entry]:
@@ -17,8 +18,11 @@ def weight_entries(config: ConfigFile, checkpoint: Checkpoint) -> Mapping[str, E
 
     Raises:
         InputError: parts of a quantised weight are missing, left over or of the wrong shape.
+        InputError: a tensor of a multimodal model is of no known part.
         UnsupportedModelError: the weights are quantised in a form that is not read.
     """
+    if config.wrapper is not None:
+        checkpoint, _ = text_checkpoint(checkpoint, config.values)
     tensors, scheme = needed_tensors(checkpoint), read_scheme(config)
     return tensors if scheme is None else join_parts(tensors, scheme)
 

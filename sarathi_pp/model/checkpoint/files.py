@@ -55,6 +55,7 @@ class TensorEntry:
         dtype: safetensors' name of the type, such as BF16.
         begin: byte in the file at which its data starts.
         num_bytes: length of its data.
+        turned: the weight has the last two dimensions the other way round.
     """
 
     file: Path
@@ -62,6 +63,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     num_bytes: int
+    turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,16 @@ def indexed_files(directory: Path) -> list[str]:
         InputError: the index cannot be read.
     """
     return sorted(set(_read_index(directory).values()))
+
+
+def stored_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of the stored tensors; none if the weights are missing or cannot be read."""
+    try:
+        if (directory / SINGLE_FILE).is_file():
+            return tuple(json.loads(_read_header(safe_path(directory, SINGLE_FILE))))
+        return tuple(_read_index(directory))
+    except (OSError, ValueError, SarathiError):  # open_checkpoint reports it
+        return ()
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:

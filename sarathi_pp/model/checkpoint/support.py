@@ -38,6 +38,7 @@ from sarathi_pp.model.checkpoint.kind import (
 from sarathi_pp.model.checkpoint.quantised.scheme import Scheme, read_scheme
 from sarathi_pp.model.checkpoint.ranges import check_ranges
 from sarathi_pp.model.checkpoint.surplus import refuse_types, surplus_note
+from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -214,13 +215,18 @@ def _find_facts(config: ConfigFile, family: Family, scheme: Scheme | None, check
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorEntry)}
     refuse_types(tensors)
     stored_dtype = _stored_dtype(config.directory, tensors)
-    notes = [scheme.note if scheme is not None else None, _code_note(config), surplus_note(checkpoint)]
+    fingerprint = _fingerprint(config.directory, checkpoint)
+    notes = [_code_note(config), scheme.note if scheme is not None else None]
+    if config.wrapper is not None:
+        checkpoint, note = text_checkpoint(checkpoint, config.values)
+        notes.append(note)
+    notes.append(surplus_note(checkpoint))
     return ModelFacts(
         model_type=family.model_type,
         architecture=family.architecture,
         **sizes,
         dtype=stored_dtype if scheme is None else _named_dtype(config) or "bfloat16",
-        fingerprint=_fingerprint(config.directory, checkpoint),
+        fingerprint=fingerprint,
         note="; ".join(filter(None, notes)) or None,
         **_find_features(config, family),
         **_quantisation(scheme),

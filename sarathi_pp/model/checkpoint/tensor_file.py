@@ -1,4 +1,4 @@
-"""Reading of stored tensors, or of parts of them, from a safetensors file. It reads no byte of the others."""
+"""Stored tensors, or parts of them, read from a safetensors file. No byte of the others is read."""
 
 from __future__ import annotations
 
@@ -88,13 +88,14 @@ class Cut:
         """
         return shape[self.dim] // (self.blocks * self.size) * math.prod(shape[self.dim + 1 :])
 
-    def range_of(self, shape: tuple[int, ...], dim: int) -> Range:
-        """Return the indices [first, end) of the part along a dimension. The dimension must be one block."""
+    def ranges_of(self, shape: tuple[int, ...], dim: int) -> list[Range]:
+        """Return the indices [first, end) of the part along a dimension, one range for each block of it."""
         if dim != self.dim:
-            return 0, shape[dim]
-        assert self.blocks == 1, self
-        length = shape[dim] // self.size
-        return self.index * length, (self.index + 1) * length
+            return [(0, shape[dim])]
+        block = shape[dim] // self.blocks
+        length = block // self.size
+        firsts = (number * block + self.index * length for number in range(self.blocks))
+        return [(first, first + length) for first in firsts]
 
 
 class Pieces:
@@ -162,3 +163,24 @@ def read_box(entry: TensorEntry, width: int, rows: Range, columns: Range, count:
         begin = entry.begin + first * row_bytes + left * dtype.itemsize
         Pieces(stream, entry, begin, piece_bytes, row_bytes, count).fill(found.view(-1))
     return found
+
+
+class Arrived:
+    """A tensor that was read, on its way to a device. transformers' loader calls only its `to`.
+
+    The loader asks for every tensor in host memory, unless accelerate gives it another device. Then the whole stage
+    would be in host memory before it moves to the device. So `to` ignores the requested device and moves the tensor to
+    ours. Only a few tensors are in host memory at a time.
+    """
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self._host = host
+        self._device = device
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        return self._host.to(self._device, dtype)
+
+
+def on_device(host: Tensor, device: torch.device | None) -> Tensor | Arrived:
+    """Return a tensor for transformers' loader, which will be on this device; None for host memory."""
+    return host if device is None or device.type == "cpu" else Arrived(host, device)

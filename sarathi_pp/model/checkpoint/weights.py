@@ -16,11 +16,11 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from sarathi_pp.model.checkpoint.arrived import Arrived, on_device
 from sarathi_pp.model.checkpoint.files import TensorEntry
 from sarathi_pp.model.checkpoint.quantised.parts import Entry
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
-from sarathi_pp.model.checkpoint.tensor_file import DTYPES, Cut, Pieces, ReadCount
+from sarathi_pp.model.checkpoint.tensor_file import DTYPES, Arrived, Cut, Pieces, ReadCount, on_device
+from sarathi_pp.model.checkpoint.turned_tensor import TurnedTensor
 from sarathi_pp.model.families import Family
 
 BLOCK_BYTES = 8 << 20
@@ -92,7 +92,7 @@ class StoredTensor:
         return target
 
 
-Weight = StoredTensor | QuantisedTensor
+Weight = StoredTensor | QuantisedTensor | TurnedTensor
 """A weight that is still in its file."""
 
 
@@ -127,8 +127,13 @@ def stage_tensors(
             if any(name in parts for name in family.first_modules):
                 wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
         if wanted:
-            if isinstance(entry, TensorEntry):
-                chosen[key] = StoredTensor(entry, count, dtype, device=device)
-            else:
-                chosen[key] = QuantisedTensor(entry, count, dtype, device=device)
+            chosen[key] = _weight(entry, count, dtype, device)
     return chosen
+
+
+def _weight(entry: Entry, count: ReadCount, dtype: torch.dtype, device: torch.device | None) -> Weight:
+    if not isinstance(entry, TensorEntry):
+        return QuantisedTensor(entry, count, dtype, device=device)
+    if entry.turned:
+        return TurnedTensor(entry, count, dtype, device=device)
+    return StoredTensor(entry, count, dtype, device=device)

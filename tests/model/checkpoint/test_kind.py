@@ -68,8 +68,8 @@ CLASSES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("an encoder-decoder model",),
     ),
     "vision": (
-        "Qwen2_5_VLForConditionalGeneration",
-        {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}},
+        "Qwen2_5OmniForConditionalGeneration",
+        {"model_type": "qwen2_5_omni", "vision_config": {"depth": 1}},
         ("a multi-modal model (vision_config)",),
     ),
     "near": ("Qwen3NextForCausalLM", {"model_type": "qwen3_next"}, ("not supported", "nearest", "Qwen3")),

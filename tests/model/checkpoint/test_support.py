@@ -161,8 +161,12 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "not a list": ({"architectures": "LlamaForCausalLM"}, "not supported"),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "Classification"),
     "multi-modal": (
-        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
-        "ConditionalGeneration",
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "model_type": "gemma4",
+            "text_config": {"model_type": "gemma4_text"},
+        },
+        "text_config",
     ),
     "vision tower": ({"vision_config": {"hidden_size": 8}}, "vision_config"),
     "quantised": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),

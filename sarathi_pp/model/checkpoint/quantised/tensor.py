@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.errors import InputError
-from sarathi_pp.model.checkpoint.arrived import Arrived, on_device
 from sarathi_pp.model.checkpoint.files import TensorEntry
 from sarathi_pp.model.checkpoint.quantised.parts import Layout, QuantisedEntry
 from sarathi_pp.model.checkpoint.quantised.unpack import (
@@ -22,7 +21,7 @@ from sarathi_pp.model.checkpoint.quantised.unpack import (
     unpack_rows,
     unpack_words,
 )
-from sarathi_pp.model.checkpoint.tensor_file import Cut, Range, ReadCount, read_box
+from sarathi_pp.model.checkpoint.tensor_file import Arrived, Cut, Range, ReadCount, on_device, read_box
 
 # Values that are unpacked at a time. The threads of transformers' loader unpack several weights at once.
 _BLOCK_VALUES = 1 << 17
@@ -74,8 +73,9 @@ class QuantisedTensor:
         entry = self._entry
         _require_stated_shape(entry, self._count)
         shape, last = entry.shape, len(entry.shape) - 1
-        whole = (0, shape[last - 1]), (0, shape[last])
-        rows, columns = whole if self._cut is None else (self._cut.range_of(shape, dim) for dim in (last - 1, last))
+        rows, columns = (0, shape[last - 1]), (0, shape[last])
+        if self._cut is not None:
+            ((rows,), (columns,)) = (self._cut.ranges_of(shape, dim) for dim in (last - 1, last))
         target = torch.empty(self.shape, dtype=self._dtype)
         for index, part in enumerate(target.view(-1, *self.shape[-2:])):
             for (top, bottom), (left, right), values in _BLOCKS[entry.layout](

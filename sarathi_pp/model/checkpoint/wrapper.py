@@ -1,0 +1,233 @@
+"""The text part of a multimodal model, as a model of its own. Imports no torch.
+
+    config.json    text_config, or the keys themselves (Qwen 2 VL)    -> config.json of a text model
+    tensors        language_model.model.layers.0. ...                 -> model.layers.0. ...
+                   vision_tower. ..., multi_modal_projector. ...      -> not loaded
+
+A row without images gets the same logits from the text part alone. Tests compare them with those of the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sarathi_pp.errors import InputError
+from sarathi_pp.model.checkpoint.files import Checkpoint, TensorEntry
+from sarathi_pp.model.families import FAMILIES
+
+_ENDING = "ForConditionalGeneration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A multimodal model.
+
+    Attributes:
+        text: type of the text part, if text_config names none.
+        fixed: the text part always has that type.
+        tied: tie_word_embeddings, if config.json has none.
+        text_ties: tie_word_embeddings of text_config counts too.
+    """
+
+    text: str
+    fixed: bool = False
+    tied: bool = False
+    text_ties: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """A type of text part.
+
+    Attributes:
+        family: model_type of the supported text model that computes the same.
+        defaults: values of keys that text_config may leave out. A test compares them with transformers.
+        forced: values that the multimodal model has, whatever text_config says. None removes a key.
+    """
+
+    family: str
+    defaults: Mapping[str, object]
+    forced: Mapping[str, object] = field(default_factory=dict)
+
+
+WRAPPERS: Mapping[str, Wrapper] = {
+    "gemma3": Wrapper(text="gemma3_text", fixed=True, tied=True),
+    "mistral3": Wrapper(text="mistral", tied=True),
+    "qwen2_vl": Wrapper(text="qwen2_vl_text", fixed=True, text_ties=True),
+    "qwen2_5_vl": Wrapper(text="qwen2_5_vl_text", fixed=True, text_ties=True),
+    "qwen3_vl": Wrapper(text="qwen3_vl_text", fixed=True),
+    "qwen3_vl_moe": Wrapper(text="qwen3_vl_moe_text", fixed=True),
+    "internvl": Wrapper(text="qwen2", tied=True),
+    "llava": Wrapper(text="llama", text_ties=True),
+    "llava_next": Wrapper(text="llama"),
+    "llava_onevision": Wrapper(text="qwen2", text_ties=True),
+    "idefics3": Wrapper(text="llama"),
+    "smolvlm": Wrapper(text="llama"),
+    "glm4v": Wrapper(text="glm4v_text", fixed=True, text_ties=True),
+}
+"""Multimodal models whose text part is supported, by model_type."""
+
+
+def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, positions: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
+
+
+_NO_WINDOWS = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+_QWEN2_VL = TextPart(
+    family="qwen2",
+    defaults=_sizes(152064, 8192, 29568, 80, 64, 32768)
+    | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
+)
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "llama": TextPart(family="llama", defaults=_sizes(32000, 4096, 11008, 32, 32, 2048)),
+    "mistral": TextPart(family="mistral", defaults=_sizes(32000, 4096, 14336, 32, 32, 131072)),
+    "qwen2": TextPart(family="qwen2", defaults=_sizes(151936, 4096, 22016, 32, 32, 32768)),
+    "qwen3": TextPart(family="qwen3", defaults=_sizes(151936, 4096, 22016, 32, 32, 32768)),
+    "qwen3_moe": TextPart(family="qwen3_moe", defaults=_sizes(151936, 2048, 6144, 24, 32, 32768)),
+    "gpt_oss": TextPart(family="gpt_oss", defaults=_sizes(201088, 2880, 2880, 36, 64, 131072)),
+    # The multimodal model does not bound its logits, whatever its text part says.
+    "gemma3_text": TextPart(
+        family="gemma3_text",
+        defaults=_sizes(262208, 2304, 9216, 26, 8, 131072),
+        forced={"final_logit_softcapping": None},
+    ),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": TextPart(
+        family="qwen3",
+        defaults=_sizes(151936, 4096, 22016, 32, 32, 128000) | {"rope_theta": 5e5},
+        forced=_NO_WINDOWS,
+    ),
+    "qwen3_vl_moe_text": TextPart(
+        family="qwen3_moe",
+        defaults=_sizes(151936, 2048, 5632, 24, 16, 128000)
+        | {
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "rope_theta": 5e5,
+        },
+        forced=_NO_WINDOWS | {"norm_topk_prob": True},
+    ),
+    "glm4v_text": TextPart(
+        family="glm4",
+        defaults=_sizes(151552, 4096, 13696, 40, 32, 32768) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        forced={"attention_bias": True},
+    ),
+}
+"""Types of text parts, by the model_type of text_config."""
+
+# Sections of rotary channels for the time, height and width of an image. Text has the same position in all three.
+_SECTIONS = ("mrope_section", "mrope_interleaved")
+_ROPES = ("rope_parameters", "rope_scaling")
+# Keys of the whole model that its text part needs too.
+_OUTER = ("dtype", "torch_dtype", "quantization_config", "compression_config", "auto_map", "transformers_version")
+
+_LM_HEAD = re.compile(r"^(?:(?:model\.)?language_model\.)?lm_head\.")
+_KEPT = (
+    (_LM_HEAD, "lm_head."),
+    (re.compile(r"^language_model\.model\."), "model."),
+    (re.compile(r"^model\.(?:language_model|text_model)\."), "model."),
+    (re.compile(r"^model\.(?=(?:embed_tokens|layers|norm)\.)"), "model."),
+)
+_DROPPED = re.compile(
+    r"^(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|connector|image_newline)(?:\.|$)"
+)
+_MERGED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
+
+
+def text_values(values: Mapping[str, Any], stored_names: Callable[[], tuple[str, ...]]) -> dict[str, Any] | None:
+    """Return the config.json of the text part; None if this is not a multimodal model of WRAPPERS.
+
+    Args:
+        values: the config.json of the whole model.
+        stored_names: returns the names of the stored tensors; empty if they are not known.
+    """
+    wrapper = WRAPPERS.get(str(values.get("model_type")))
+    named = values.get("architectures") or [_ENDING]
+    if wrapper is None or not isinstance(named, list) or not str(named[0]).endswith(_ENDING):
+        return None
+    text = values.get("text_config")
+    if not isinstance(text, dict):  # Qwen 2 VL and 2.5 VL are published without one
+        text = {key: value for key, value in values.items() if key not in ("vision_config", *_OUTER)}
+    kind = wrapper.text if wrapper.fixed else text.get("model_type", wrapper.text)
+    part = TEXT_PARTS.get(str(kind), TextPart(family=str(kind), defaults={}))
+    ropes = {key: _plain_rope(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
+    made = {**{key: values[key] for key in _OUTER if key in values}, **text, **ropes}
+    inside: dict[str, Any] = next(iter(ropes.values()), {})
+    made = {**{key: value for key, value in part.defaults.items() if key not in inside}, **made}
+    if kind == "glm4v_text":
+        made.setdefault("head_dim", made["hidden_size"] // made["num_attention_heads"])
+    made = {key: value for key, value in {**made, **part.forced}.items() if part.forced.get(key, ...) is not None}
+    tied = values.get("tie_word_embeddings", wrapper.tied) or (wrapper.text_ties and text.get("tie_word_embeddings"))
+    made["tie_word_embeddings"] = bool(tied) and not any(map(_LM_HEAD.match, stored_names()))
+    architectures = [one.architecture for one in FAMILIES.values() if one.model_type == part.family]
+    return {**made, "model_type": part.family, "architectures": architectures or [str(kind)]}
+
+
+def text_checkpoint(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[Checkpoint, str]:
+    """Return the tensors of the text part by the names of a text model, and a note about the others.
+
+    Args:
+        values: the config.json of the text part.
+
+    Raises:
+        InputError: a tensor is neither of the text part nor of a part that is known.
+    """
+    kept: dict[str, TensorEntry] = {}
+    dropped = 0
+    for key, entry in checkpoint.tensors.items():
+        name = _text_name(key)
+        if name is not None:
+            kept[name] = _as_linear(key, entry, values) if _MERGED_EXPERTS.search(key) else entry
+        elif _DROPPED.match(key):
+            dropped += 1
+        else:
+            raise InputError(f"{entry.file}: {key} is neither of the text part of this model nor of its image part")
+    return replace(checkpoint, tensors=kept), f"only the text part is loaded ({dropped:,} tensors for images are not)"
+
+
+def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary settings without the sections for images, in which all positions of a text token are equal."""
+    plain = {key: value for key, value in rope.items() if key not in _SECTIONS}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
+
+
+def _text_name(key: str) -> str | None:
+    """Return the name of a tensor in a text model; None if it is not of the text part."""
+    for pattern, beginning in _KEPT:
+        if pattern.match(key):
+            return pattern.sub(beginning, key)
+    return None
+
+
+def _as_linear(key: str, entry: TensorEntry, values: Mapping[str, Any]) -> TensorEntry:
+    """Return the experts of a layer as (experts, outputs, inputs). Published files have (experts, inputs, outputs).
+
+    transformers itself saves the first form. The sizes show which one it is.
+
+    Raises:
+        InputError: the sizes do not show it.
+    """
+    hidden, width = values.get("hidden_size"), values.get("moe_intermediate_size")
+    if values.get("model_type") != "qwen3_moe" or len(entry.shape) != 3 or not isinstance(width, int):
+        return entry
+    outputs, inputs = (2 * width, hidden) if key.endswith("gate_up_proj") else (hidden, width)
+    if entry.shape[1:] != (inputs, outputs):
+        return entry
+    if inputs == outputs:
+        raise InputError(
+            f"{entry.file}: {key} has the shape {list(entry.shape)}, so it is not known which dimension is the input"
+        )
+    return replace(entry, turned=True)

@@ -13,9 +13,9 @@ from contextlib import suppress
 import click
 
 import sarathi_pp
-from sarathi_pp.cli import stdout
 from sarathi_pp.distributed.environment import speaks_for_host
 from sarathi_pp.errors import EXIT_INTERRUPTED, EXIT_OK, MissingError, OutputError, SarathiError
+from sarathi_pp.process import stdout
 
 # The commands, each with its line in the help. A command without a line is hidden. The command NAME is the function
 # NAME in the module sarathi_pp.cli.NAME.
@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": "Say how to cut a model and its prompts, without running it.",
     "bench": "Run policies, and other engines, on the same work.",
     "doctor": "Say what a run here would use, and why not the others.",
+    "check": "Compare a model's stages with transformers, layer by layer.",
     "worker": None,
     "agent": None,
 }

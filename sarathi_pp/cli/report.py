@@ -12,9 +12,9 @@ import click
 from rich.console import Console
 
 from sarathi_pp.analysis.replicas import Replica
-from sarathi_pp.cli import stdout
 from sarathi_pp.cli.options import RUN
 from sarathi_pp.errors import ConfigError, OutputError
+from sarathi_pp.process import stdout
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.run_reader import Run, read_run
 from sarathi_pp.report.status import StatusLine

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 from rich.console import Console, RenderableType
 
-from sarathi_pp.cli import stdout
 from sarathi_pp.engine.progress import Progress, RunListener
 from sarathi_pp.errors import OutputError
 from sarathi_pp.outputs.sink import OutputClosedError
+from sarathi_pp.process import stdout
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.progress import ProgressDisplay
 from sarathi_pp.report.status import StatusLine

@@ -227,6 +227,20 @@ def load_lm_head(directory: Path, dtype: torch.dtype, device: torch.device, room
     return LMHead(module, size, dtype, device, count.num_bytes, bare_lm_head(module, family.lm_head))
 
 
+def load_reference(directory: Path, layers: tuple[int, int], count: ReadCount | None = None) -> tuple[Family, Any]:
+    """Load the layers [first, end) of a model in float32 on CPU, with transformers' own attention and modules.
+
+    All layers together are the unmodified model. Raise the same errors as `load_stage`.
+
+    Returns:
+        The model's family, and transformers' model. Of its layers, those of the range are there.
+    """
+    family, config = load_config(directory)
+    cpu, count = torch.device("cpu"), count or ReadCount()
+    loaded = _load_module(directory, family, config, layers, torch.float32, cpu, None, None, count, "eager")
+    return family, loaded[0].eval()
+
+
 def _load(
     directory: Path,
     family: Family,
@@ -242,6 +256,39 @@ def _load(
 
     Args:
         count: counter to which the bytes that are read are added.
+    """
+    module, needed, split = _load_module(
+        directory, family, config, layers, dtype, device, room_bytes, shard, count, PAGED
+    )
+    try:
+        fuse(module)  # merged weights and their parts are in memory at the same time
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(layers, needed, _first_line(error)) from error
+    if split is not None:
+        split.join(getattr(module.get_submodule(family.base), family.layers))
+    if device.type == "cuda":
+        give_back()  # the parts that were merged
+    return module, needed
+
+
+def _load_module(
+    directory: Path,
+    family: Family,
+    config: Any,
+    layers: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    room_bytes: int | None,
+    shard: TensorShard | None,
+    count: ReadCount,
+    attention: str,
+) -> tuple[Any, int, Split | None]:
+    """Load a stage's transformers model. Return it, the bytes of its weights, and how it is split among shards.
+
+    Args:
+        attention: transformers' name of the attention function.
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that this stage lacks
@@ -259,7 +306,7 @@ def _load(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                attn_implementation=PAGED,
+                attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # _require_complete reports them by name
                 output_loading_info=True,
             )
@@ -275,17 +322,7 @@ def _load(
         # The default, a grouped product, supports only bf16 on CPU in the older of the supported torch releases.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
-    try:
-        fuse(module)  # merged weights and their parts are in memory at the same time
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise _too_large(layers, needed, _first_line(error)) from error
-    if split is not None:
-        split.join(getattr(module.get_submodule(family.base), family.layers))
-    if device.type == "cuda":
-        give_back()  # the parts that were merged
-    return module, needed
+    return module, needed, split
 
 
 def stage_bytes(

@@ -158,7 +158,7 @@ def _exit_codes_page() -> str:
         "Exit codes",
         "Every command ends with one of these codes. An error is printed as `Name: message`. Python programs catch\n"
         "the class of that name from `sarathi_pp.errors`. A wrong use of options prints `Error: message` and ends\n"
-        "with 2. Only `sarathi-pp bench gpu` has one more code: 1, if one of its checks fails.",
+        "with 2. `sarathi-pp bench gpu` and `sarathi-pp check` have one more code: 1, if a check fails.",
         _table(("code", "meaning", "errors"), rows),
         "torchrun returns 1 for every failure. The code of a run is then in the file `exit_code` of its\n"
         "[run directory](run-directory.md#exit_code). A start that is refused may write no file, for example if an\n"

@@ -18,7 +18,7 @@ from sarathi_pp.cli.options import SAMPLING, run_config
 from sarathi_pp.config import ALIASES, SAMPLING_ALIASES, RunConfig, SamplingParams, option_of, options_of
 from sarathi_pp.errors import ConfigError
 
-COMMANDS = ("generate", "profile", "plan", "bench", "simulate", "doctor", "report", "compare")
+COMMANDS = ("generate", "profile", "plan", "bench", "simulate", "doctor", "check", "report", "compare")
 NEEDED = {
     "generate": ["--input", "in", "--output", "out", "--model", "m"],
     "profile": ["--output", "out", "--model", "m"],

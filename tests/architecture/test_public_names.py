@@ -14,7 +14,7 @@ from sarathi_pp.cli.main import cli
 ROOT = Path(__file__).parents[2]
 
 NAMES = ["LLM", "CompletionOutput", "RequestOutput", "RowError", "RunConfig", "SamplingParams", "SarathiError"]
-COMMANDS = {"bench", "generate", "report", "compare", "simulate", "profile", "plan", "doctor"}
+COMMANDS = {"bench", "generate", "report", "compare", "simulate", "profile", "plan", "doctor", "check"}
 GENERATE_OPTIONS = {
     *("--model", "--input", "-i", "--input-format", "--output", "-o", "--run-dir", "--overwrite"),
     *("--stages", "--pipeline-parallel-size", "--pp-size", "--layer-split"),

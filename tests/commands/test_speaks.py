@@ -123,6 +123,7 @@ def test_a_rank_without_rank_0_shows_whom_it_waits_for(tmp_path: Path) -> None:
             r"simulating balanced, chunk size \d+ \(1 of 1\)",
         ),
         ("doctor", (), "loading libraries"),
+        ("check", ("--model", str(ADDER)), "loading libraries"),
         pytest.param(
             "bench",
             ("--model", str(ADDER), "--workload", "uniform:n=4,min=8,max=16,pd=4"),

@@ -31,8 +31,9 @@ class Family:
             the key is ignored. "every": all layers, if the key is set. "by_type": the layers that
             `layer_types` calls sliding_attention. This repeats how the model builds its masks, because not every
             family passes the window to its attention function (qwen2_moe does not).
-        once: attributes of the base model: factors that it multiplies with its input. A token must get them once, at
-            the embedding. So a stage whose input comes from another stage sets them to 1.
+        once: attributes of the base model: factors that it multiplies with its input, or flags that switch such a
+            factor on. A token must get them once, at the embedding. So a stage whose input comes from another stage
+            sets factors to 1 and flags to False.
         softcap: name in config.json of the bound on attention scores; None if the family has no bound.
         sinks: attention has sinks: one more logit per head in the softmax, without a key or a value.
         keys: names in config.json of hidden_size and other settings, if they differ from these names.
@@ -40,6 +41,8 @@ class Family:
             number of attention heads. A test compares kv_heads, head_dim and tied with transformers.
         head_dim: head_dim if config.json has none. None: hidden_size // number of attention heads.
         tied: tie_word_embeddings if config.json has none: the LM head uses the embedding's weight.
+        fixed_dynamic_rope: a rope of type "dynamic" with the key `alpha` is a fixed table. Without the key it depends
+            on the longest sequence of a batch, as in other families, and is refused.
         widths: names in config.json of the sizes that tensor parallelism divides among ranks, besides the numbers of
             heads (tensor_parallel.py). None: tensor parallelism is not proven exact, so it is refused.
     """
@@ -62,6 +65,7 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
+    fixed_dynamic_rope: bool = False
     widths: tuple[str, ...] | None = None
 
     @property
@@ -156,6 +160,102 @@ _ALL = (
         widths=_DENSE,
     ),
     Family(architecture="PhiForCausalLM", model_type="phi", norm="final_layernorm", widths=_DENSE),
+    Family(
+        architecture="MinistralForCausalLM", model_type="ministral", windows="by_type", kv_heads=8, widths=_DENSE
+    ),
+    Family(
+        architecture="Ministral3ForCausalLM",
+        model_type="ministral3",
+        windows="every",
+        kv_heads=8,
+        head_dim=128,
+        widths=_DENSE,
+    ),
+    Family(architecture="GemmaForCausalLM", model_type="gemma", kv_heads=16, head_dim=256, tied=True, widths=_DENSE),
+    Family(
+        architecture="VaultGemmaForCausalLM",
+        model_type="vaultgemma",
+        windows="by_type",
+        softcap="attn_logit_softcapping",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        widths=_DENSE,
+    ),
+    Family(architecture="OlmoForCausalLM", model_type="olmo", widths=_DENSE),
+    Family(architecture="Olmo3ForCausalLM", model_type="olmo3", windows="by_type"),
+    Family(architecture="GlmForCausalLM", model_type="glm", kv_heads=2, head_dim=128),
+    Family(architecture="Cohere2ForCausalLM", model_type="cohere2", windows="by_type", tied=True, widths=_DENSE),
+    Family(architecture="SeedOssForCausalLM", model_type="seed_oss", kv_heads=8, head_dim=128, widths=_DENSE),
+    Family(architecture="Exaone4ForCausalLM", model_type="exaone4", windows="by_type", kv_heads=32, widths=_DENSE),
+    Family(
+        architecture="Ernie4_5ForCausalLM",
+        model_type="ernie4_5",
+        kv_heads=2,
+        head_dim=128,
+        tied=True,
+        widths=_DENSE,
+    ),
+    Family(
+        architecture="CwmForCausalLM", model_type="cwm", windows="by_type", kv_heads=8, head_dim=128, widths=_DENSE
+    ),
+    Family(architecture="ArceeForCausalLM", model_type="arcee", widths=_DENSE),
+    Family(architecture="ApertusForCausalLM", model_type="apertus", widths=_DENSE),
+    Family(architecture="HeliumForCausalLM", model_type="helium", kv_heads=20, head_dim=128, widths=_DENSE),
+    Family(architecture="Jais2ForCausalLM", model_type="jais2", widths=_DENSE),
+    Family(
+        architecture="HyperCLOVAXForCausalLM", model_type="hyperclovax", once=("embedding_multiplier",), widths=_DENSE
+    ),
+    Family(architecture="HunYuanDenseV1ForCausalLM", model_type="hunyuan_v1_dense", fixed_dynamic_rope=True),
+    Family(architecture="PersimmonForCausalLM", model_type="persimmon", norm="final_layernorm"),
+    Family(
+        architecture="BioGptForCausalLM",
+        model_type="biogpt",
+        base="biogpt",
+        positions="embed_positions",
+        norm="layer_norm",
+        lm_head="output_projection",
+        tied=True,
+    ),
+    Family(architecture="MiniMaxM2ForCausalLM", model_type="minimax_m2", kv_heads=8, head_dim=128),
+    Family(architecture="Glm4MoeForCausalLM", model_type="glm4_moe", kv_heads=8, widths=_EXPERTS),
+    Family(architecture="Dots1ForCausalLM", model_type="dots1", windows="by_type", kv_heads=32, widths=_EXPERTS),
+    Family(architecture="HYV3ForCausalLM", model_type="hy_v3", kv_heads=8, head_dim=128, widths=_EXPERTS),
+    Family(
+        architecture="SolarOpenForCausalLM",
+        model_type="solar_open",
+        kv_heads=8,
+        head_dim=128,
+        widths=("moe_intermediate_size",),
+    ),
+    Family(
+        architecture="ExaoneMoeForCausalLM",
+        model_type="exaone_moe",
+        windows="by_type",
+        kv_heads=32,
+        widths=_EXPERTS,
+    ),
+    Family(architecture="Ernie4_5_MoeForCausalLM", model_type="ernie4_5_moe", kv_heads=4, tied=True, widths=_EXPERTS),
+    Family(
+        architecture="MellumForCausalLM",
+        model_type="mellum",
+        windows="by_type",
+        kv_heads=4,
+        head_dim=128,
+        widths=_EXPERTS,
+    ),
+    Family(
+        architecture="AfmoeForCausalLM",
+        model_type="afmoe",
+        windows="by_type",
+        once=("config.mup_enabled",),
+        head_dim=128,
+    ),
+    Family(architecture="HunYuanMoEV1ForCausalLM", model_type="hunyuan_v1_moe", fixed_dynamic_rope=True),
+    Family(architecture="GraniteMoeForCausalLM", model_type="granitemoe", once=("embedding_multiplier",)),
+    Family(architecture="GraniteMoeSharedForCausalLM", model_type="granitemoeshared", once=("embedding_multiplier",)),
+    Family(architecture="OlmoeForCausalLM", model_type="olmoe"),
+    Family(architecture="FlexOlmoForCausalLM", model_type="flex_olmo"),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ALL})

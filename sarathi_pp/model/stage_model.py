@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -450,9 +451,11 @@ def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
         setattr(base, family.positions, _NoPositions())
     if family.project_in is not None:
         setattr(base, family.project_in, None)
-    for factor in family.once:
-        assert hasattr(base, factor), f"{family.architecture} no longer has {factor}"
-        setattr(base, factor, 1.0)
+    for path in family.once:
+        owner, _, name = path.rpartition(".")
+        holder = attrgetter(owner)(base) if owner else base
+        assert hasattr(holder, name), f"{family.architecture} no longer has {path}"
+        setattr(holder, name, False if isinstance(getattr(holder, name), bool) else 1.0)
 
 
 def _has_experts(config: Any) -> bool:

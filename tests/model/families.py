@@ -35,7 +35,25 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+# A fixed table, unlike the type "dynamic" of other families.
+_ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
 _MIXED = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+_DENSE_FIRST = ["dense", "sparse", "dense", "sparse", "sparse"]
+# Experts in groups of which one is chosen, and shared experts.
+_GROUPED: dict[str, Any] = {
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "attention_bias": True,
+}
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}
 
 
 def _sizes(**changed: Any) -> dict[str, Any]:
@@ -245,6 +263,173 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
             },
         )
     ),
+    "ministral": lambda: t.MinistralConfig(**_sizes(head_dim=16, sliding_window=WINDOW, layer_types=_MIXED)),
+    # Queries grow with their position, in steps of 16 tokens.
+    "ministral3": lambda: t.Ministral3Config(
+        **_sizes(
+            head_dim=16,
+            sliding_window=WINDOW,
+            rope_parameters=_YARN_ROPE | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+        )
+    ),
+    "gemma": lambda: t.GemmaConfig(**_sizes(head_dim=16, attention_bias=True)),
+    "vaultgemma": lambda: t.VaultGemmaConfig(
+        **_sizes(
+            head_dim=16,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=10,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=1.0,
+            attention_bias=True,
+            layer_types=_MIXED,
+        )
+    ),
+    "olmo": lambda: t.OlmoConfig(**_sizes(clip_qkv=1.5, attention_bias=True)),
+    "olmo3": lambda: t.Olmo3Config(
+        **_sizes(
+            attention_bias=True,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": _YARN_ROPE,
+            },
+        )
+    ),
+    "glm": lambda: t.GlmConfig(**_sizes(head_dim=16, attention_bias=True)),
+    "cohere2": lambda: t.Cohere2Config(
+        **_sizes(logit_scale=0.4, attention_bias=True, sliding_window=WINDOW, layer_types=_MIXED)
+    ),
+    "seed_oss": lambda: t.SeedOssConfig(
+        **_sizes(head_dim=16, attention_bias=True, attention_out_bias=True, mlp_bias=True)
+    ),
+    "exaone4": lambda: t.Exaone4Config(**_sizes(head_dim=16, sliding_window=WINDOW, layer_types=_MIXED)),
+    "exaone4_full": lambda: t.Exaone4Config(**_sizes(sliding_window=None, layer_types=["full_attention"] * NUM_LAYERS)),
+    "ernie4_5": lambda: t.Ernie4_5Config(**_sizes(head_dim=16, use_bias=True)),
+    "cwm": lambda: t.CwmConfig(
+        **_sizes(
+            head_dim=16, mlp_bias=True, sliding_window=WINDOW, layer_types=_MIXED, rope_parameters=_LLAMA3_ROPE
+        )
+    ),
+    "arcee": lambda: t.ArceeConfig(
+        **_sizes(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=_YARN_ROPE)
+    ),
+    "apertus": lambda: t.ApertusConfig(**_sizes(attention_bias=True, rope_parameters=_LLAMA3_ROPE)),
+    "helium": lambda: t.HeliumConfig(**_sizes(head_dim=12, attention_bias=True, mlp_bias=True)),
+    "jais2": lambda: t.Jais2Config(**_sizes(head_dim=16)),
+    "hyperclovax": lambda: t.HyperCLOVAXConfig(
+        **_sizes(
+            embedding_multiplier=3.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            logits_scaling=0.4,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+    ),
+    "hunyuan_v1_dense": lambda: t.HunYuanDenseV1Config(
+        **_sizes(head_dim=16, attention_bias=True, rope_parameters=_ALPHA_ROPE)
+    ),
+    "persimmon": lambda: t.PersimmonConfig(**_sizes(num_key_value_heads=..., qk_layernorm=True)),
+    "biogpt": lambda: t.BioGptConfig(**_sizes(num_key_value_heads=..., pad_token_id=0)),
+    "minimax_m2": lambda: t.MiniMaxM2Config(
+        **_sizes(head_dim=16, rotary_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "glm4_moe": lambda: t.Glm4MoeConfig(
+        **_experts(**_GROUPED, head_dim=16, n_routed_experts=8, first_k_dense_replace=2, use_qk_norm=True)
+    ),
+    "dots1": lambda: t.Dots1Config(
+        **_experts(
+            **_GROUPED, n_routed_experts=8, first_k_dense_replace=1, sliding_window=WINDOW, max_window_layers=2
+        )
+    ),
+    "hy_v3": lambda: t.HYV3Config(
+        **_experts(
+            head_dim=16,
+            num_experts=4,
+            num_shared_experts=2,
+            router_scaling_factor=1.7,
+            mlp_layer_types=_DENSE_FIRST,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+    ),
+    "solar_open": lambda: t.SolarOpenConfig(
+        **_experts(**_GROUPED, head_dim=16, n_routed_experts=8, rope_parameters=_YARN_ROPE)
+    ),
+    "exaone_moe": lambda: t.ExaoneMoeConfig(
+        **_experts(
+            num_experts=8,
+            num_shared_experts=2,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.7,
+            mlp_layer_types=_DENSE_FIRST,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+        )
+    ),
+    "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(
+        **_sizes(
+            moe_intermediate_size=32,
+            moe_num_experts=4,
+            moe_k=2,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            moe_layer_end_index=3,
+            moe_layer_interval=2,
+            use_bias=True,
+            tie_word_embeddings=False,
+        )
+    ),
+    "mellum": lambda: t.MellumConfig(
+        **_experts(
+            head_dim=16,
+            num_experts=4,
+            mlp_layer_types=_DENSE_FIRST,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            attention_bias=True,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": _YARN_ROPE,
+            },
+        )
+    ),
+    "afmoe": lambda: t.AfmoeConfig(
+        **_experts(
+            head_dim=16,
+            num_experts=4,
+            num_shared_experts=2,
+            num_dense_layers=2,
+            route_scale=1.7,
+            mup_enabled=True,
+            sliding_window=WINDOW,
+            layer_types=_MIXED,
+            attention_bias=True,
+        )
+    ),
+    "hunyuan_v1_moe": lambda: t.HunYuanMoEV1Config(
+        **_sizes(head_dim=16, num_experts=4, moe_topk=2, attention_bias=True, rope_parameters=_ALPHA_ROPE)
+    ),
+    "granitemoe": lambda: t.GraniteMoeConfig(
+        **_sizes(**_GRANITE, num_local_experts=4, num_experts_per_tok=2, attention_bias=True)
+    ),
+    "granitemoeshared": lambda: t.GraniteMoeSharedConfig(
+        **_sizes(
+            **_GRANITE,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            tie_word_embeddings=True,
+        )
+    ),
+    "olmoe": lambda: t.OlmoeConfig(
+        **_sizes(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=1.0, attention_bias=True)
+    ),
+    "flex_olmo": lambda: t.FlexOlmoConfig(
+        **_sizes(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True)
+    ),
 }
 """Family name -> tiny config. A name may carry a variant after the family's own (`opt_post_norm`)."""
 
@@ -270,6 +455,9 @@ _SCALES: dict[str, tuple[float, float]] = {
     "opt_post_norm": (0.5, 0.5),
     "gpt_neox": (0.8, 4.0),
     "phi": (0.8, 4.0),
+    "gemma": (1.5, 0.05),
+    "vaultgemma": (1.5, 0.05),
+    "biogpt": (2.5, 0.05),
 }
 _DEFAULT_SCALES = (1.5, 0.5)
 
@@ -315,6 +503,10 @@ def _randomise(model: Any, seed: int, weight_scale: float, embedding_scale: floa
                 parameter.copy_(1 + 0.1 * noise)
             else:
                 parameter.copy_(0.1 * noise)
+        stored = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in stored and buffer.is_floating_point() and not buffer.any():  # the bias of a router
+                buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
 
 
 def write_checkpoint(

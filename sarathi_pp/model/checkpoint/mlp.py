@@ -10,9 +10,15 @@ from sarathi_pp.model.checkpoint.support import ModelFacts
 
 # Keys of config.json for the width of a layer's MLP, or of one expert. The first key that exists counts.
 _WIDTHS = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner")
-_EXPERTS = ("num_local_experts", "num_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 # Families whose MLP has two matrices, not three.
-_UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "starcoder2"})
+_UNGATED = frozenset(
+    {
+        *("apertus", "arcee", "biogpt", "gpt2", "gpt_neox"),
+        *("jais2", "opt", "persimmon", "phi", "starcoder2"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +41,23 @@ class MLPShape:
 def read_mlp(directory: Path, facts: ModelFacts) -> MLPShape:
     """Return the sizes of the MLP. Raise InputError for a size that is not a positive integer."""
     config = ConfigFile.read(directory)
-    widths = (config.optional_size(key, None) for key in _WIDTHS)
-    experts = (config.optional_size(key, None) for key in _EXPERTS)
     return MLPShape(
-        width=next(filter(None, widths), 4 * facts.hidden_size),
+        width=_first(config, _WIDTHS) or 4 * facts.hidden_size,
         matrices=2 if facts.model_type in _UNGATED else 3,
-        num_experts=next(filter(None, experts), 1),
-        experts_per_token=config.optional_size("num_experts_per_tok", None) or 1,
+        num_experts=_first(config, _EXPERTS) or 1,
+        experts_per_token=_first(config, _EXPERTS_PER_TOKEN) or 1,
     )
+
+
+def _first(config: ConfigFile, keys: tuple[str, ...]) -> int | None:
+    """Return the value of the first key that exists; None if none does.
+
+    Hunyuan's config.json has lists with a number per layer. The largest number then counts.
+    """
+    for key in keys:
+        value = config.values.get(key)
+        if isinstance(value, list) and value and all(type(one) is int and one > 0 for one in value):
+            return max(value)
+        if size := config.optional_size(key, None):
+            return size
+    return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 
 from sarathi_pp.errors import InputError
@@ -23,7 +24,8 @@ _POSITIVE = (
     "rotary_pct",
 )
 _AT_MOST_1 = ("partial_rotary_factor", "rotary_pct")
-_EXPERTS = ("num_experts", "num_local_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 def check_ranges(path: Path, values: Mapping[str, object]) -> None:
@@ -42,7 +44,7 @@ def check_ranges(path: Path, values: Mapping[str, object]) -> None:
             _require(0 < value < math.inf, path, where, value, "above 0")
         elif key.endswith(("_eps", "_epsilon")):
             _require(0 <= value < math.inf, path, where, value, "at least 0")
-        elif key in ("num_experts_per_tok", "decoder_sparse_step") and any(values.get(name) for name in _EXPERTS):
+        elif key in (*_EXPERTS_PER_TOKEN, "decoder_sparse_step") and any(values.get(name) for name in _EXPERTS):
             _require(value >= 1, path, where, value, "at least 1")
         elif key == "sliding_window" and values.get("use_sliding_window") is not False:
             _require(value >= 1, path, where, value, "at least 1")
@@ -53,11 +55,10 @@ def check_ranges(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _check_experts(path: Path, values: Mapping[str, object]) -> None:
-    chosen = values.get("num_experts_per_tok")
-    for key in _EXPERTS:
-        experts = values.get(key)
+    for per_token, key in product(_EXPERTS_PER_TOKEN, _EXPERTS):
+        chosen, experts = values.get(per_token), values.get(key)
         if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts > 0:
-            raise InputError(f"{path}: num_experts_per_tok is {chosen}; expected at most {key}, which is {experts}")
+            raise InputError(f"{path}: {per_token} is {chosen}; expected at most {key}, which is {experts}")
 
 
 def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:

@@ -187,7 +187,7 @@ def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, 
         refuse_quantised(str(directory), names)
     family = find_family(config)
     _refuse_features(config)
-    _refuse_rope(config)
+    _refuse_rope(config, family)
     return config, family, scheme
 
 
@@ -335,10 +335,12 @@ def _named_dtype(config: ConfigFile) -> str | None:
     return named if named in _DTYPE_NAMES.values() else None
 
 
-def _refuse_rope(config: ConfigFile) -> None:
+def _refuse_rope(config: ConfigFile, family: Family) -> None:
     for key in ("rope_parameters", "rope_scaling"):
-        for rope_type in _rope_types(config.values.get(key)):
-            if rope_type not in _ROPE_TYPES:
+        settings = config.values.get(key)
+        fixed = family.fixed_dynamic_rope and isinstance(settings, Mapping) and settings.get("alpha")
+        for rope_type in _rope_types(settings):
+            if rope_type not in _ROPE_TYPES and not (fixed and rope_type == "dynamic"):
                 raise config.refuse(
                     f"rope type {rope_type!r} in {key} is not one of {', '.join(_ROPE_TYPES)}: it would make a "
                     "sequence depend on those it is batched with"

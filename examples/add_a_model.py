@@ -1,4 +1,4 @@
-"""Add an architecture: the entry for OLMo 3, and the proof that its slices are exact.
+"""Add an architecture: the entry for Granite SWA, and the proof that its slices are exact.
 
     python examples/add_a_model.py
 
@@ -28,14 +28,22 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import load_stage
 
-# OLMo 3 names its parts as Llama does: `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`. These are the
-# defaults. Layers of the type sliding_attention in `layer_types` see a window. If config.json does not give the number
-# of KV heads, each attention head has its own. There are no multipliers, sinks or soft caps. `widths` is left out,
-# because no test has proven the family with tensor parallelism.
-OLMO3 = Family(architecture="Olmo3ForCausalLM", model_type="olmo3", windows="by_type")
+# Granite SWA names its parts as Llama does: `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`. These are
+# the defaults. Layers of the type sliding_attention in `layer_types` see a window. The model multiplies its input by
+# a factor, and its attention has sinks. If config.json does not say it, there are 4 KV heads, and the LM head is the
+# embedding. `widths` is left out, because no test has proven the family with tensor parallelism.
+GRANITE_SWA = Family(
+    architecture="GraniteSWAForCausalLM",
+    model_type="granite_swa",
+    windows="by_type",
+    once=("embedding_multiplier",),
+    sinks=True,
+    kv_heads=4,
+    tied=True,
+)
 
 # A small model with random weights and all special features switched on, so that a mistake changes the logits.
-CONFIG = transformers.Olmo3Config(
+CONFIG = transformers.GraniteSWAConfig(
     vocab_size=128,
     hidden_size=48,
     intermediate_size=64,
@@ -43,8 +51,16 @@ CONFIG = transformers.Olmo3Config(
     num_attention_heads=4,
     num_key_value_heads=2,
     attention_bias=True,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.7,
+    attention_multiplier=0.2,
+    logits_scaling=2.5,
+    tie_word_embeddings=False,
+    initializer_range=0.15,
     sliding_window=12,
     layer_types=["full_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    layer_rope_theta=[10000.0, 100.0, 0, 100.0, 100.0],
+    bos_token_id=1,
     eos_token_id=2,
 )
 STAGES = ((0, 2), (2, 5))
@@ -55,7 +71,7 @@ PAGE_SIZE, NUM_PAGES = 4, 16
 def main() -> None:
     torch.manual_seed(0)
     transformers.logging.disable_progress_bar()
-    reference = transformers.Olmo3ForCausalLM(CONFIG).eval()
+    reference = transformers.GraniteSWAForCausalLM(CONFIG).eval()
     prompt = torch.randint(3, CONFIG.vocab_size, (45,))
     with torch.inference_mode():
         expected = reference(prompt[None], use_cache=False).logits[0]
@@ -66,7 +82,7 @@ def main() -> None:
             support.check_model(directory)
         except UnsupportedModelError as error:
             print("without an entry:", str(error).removeprefix(f"{directory}: ").splitlines()[0][:60])
-        for family in (replace(OLMO3, windows="none"), OLMO3):
+        for family in (replace(GRANITE_SWA, windows="none"), GRANITE_SWA):
             with mock.patch.object(support, "FAMILIES", {**FAMILIES, family.architecture: family}):
                 found = run_slices(directory, prompt)
             off = ((found - expected).abs().max() / expected.abs().max()).item()

@@ -160,9 +160,7 @@ _ALL = (
         widths=_DENSE,
     ),
     Family(architecture="PhiForCausalLM", model_type="phi", norm="final_layernorm", widths=_DENSE),
-    Family(
-        architecture="MinistralForCausalLM", model_type="ministral", windows="by_type", kv_heads=8, widths=_DENSE
-    ),
+    Family(architecture="MinistralForCausalLM", model_type="ministral", windows="by_type", kv_heads=8, widths=_DENSE),
     Family(
         architecture="Ministral3ForCausalLM",
         model_type="ministral3",
@@ -196,9 +194,7 @@ _ALL = (
         tied=True,
         widths=_DENSE,
     ),
-    Family(
-        architecture="CwmForCausalLM", model_type="cwm", windows="by_type", kv_heads=8, head_dim=128, widths=_DENSE
-    ),
+    Family(architecture="CwmForCausalLM", model_type="cwm", windows="by_type", kv_heads=8, head_dim=128, widths=_DENSE),
     Family(architecture="ArceeForCausalLM", model_type="arcee", widths=_DENSE),
     Family(architecture="ApertusForCausalLM", model_type="apertus", widths=_DENSE),
     Family(architecture="HeliumForCausalLM", model_type="helium", kv_heads=20, head_dim=128, widths=_DENSE),

@@ -319,6 +319,8 @@ def _load_module(
             if is_out_of_memory(error) or reports:
                 raise _too_large(layers, needed, reports[-1].strip() if reports else _first_line(error)) from error
             raise InputError(f"{directory}: weights and config.json do not match; download both: {error}") from error
+        except KeyError as error:  # such as a layer type without rope parameters
+            raise InputError(f"{directory / 'config.json'}: transformers finds no {error} in it") from error
     if device.type == "cpu" and _has_experts(config):
         # The default, a grouped product, supports only bf16 on CPU in the older of the supported torch releases.
         module.set_experts_implementation("eager")

@@ -33,6 +33,8 @@ _OF_EMBEDDING = "embedding_rowwise"
 
 # Names of the parts of an expert in the checkpoints of Mixtral and others. transformers puts them into one tensor.
 _OF_ONE_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)$")
+# The name in HY 3's checkpoints of a module that transformers calls by the name on the right.
+_SHARED_EXPERTS = "mlp.shared_mlp.", "mlp.shared_experts."
 _EXPERT_STYLES = {
     "w1": "colwise",
     "w3": "colwise",
@@ -162,6 +164,7 @@ class Split:
         module, _, leaf = match[1].rpartition(".")
         if leaf not in ("weight", "bias"):  # experts in one tensor
             module = match[1]
+        module = module.replace(*_SHARED_EXPERTS)
         expert = _OF_ONE_EXPERT.match(module)
         if expert is not None and "mlp.experts" in self._styles:
             return _EXPERT_STYLES.get(expert[1]), leaf == "bias"

@@ -18,12 +18,13 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests.engine.pipeline import CPU, run_pipeline, stage_models
 from tests.exact.references import NEW_TOKENS
-from tests.model.families import FAMILIES, build_model
+from tests.model.families import BRIEF, FAMILIES, build_model, thinned
 
 CHUNKS = (16, 7, 1, 23)
 # By default every third family runs end to end.
 THINNED = [
-    pytest.param(family, marks=[pytest.mark.full] if number % 3 else []) for number, family in enumerate(FAMILIES)
+    pytest.param(family, marks=[pytest.mark.full] if number % 3 or family in BRIEF else [])
+    for number, family in enumerate(FAMILIES)
 ]
 
 pytestmark = pytest.mark.timeout(60)
@@ -53,7 +54,7 @@ def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: i
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned())
 def test_logits_are_no_farther_from_float32_than_those_of_transformers(family, page_size, reference):
     """Our own kernel accepts pages of 16 if heads have 16 channels."""
     known = reference(family)

@@ -22,7 +22,7 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".p
 # Lines that each example prints, in this order.
 SAYS = {
     "add_a_model.py": [
-        r"without an entry: .*Olmo3ForCausalLM",
+        r"without an entry: .*GraniteSWAForCausalLM",
         r"windows none: relative error \de-0[0-3]",
         r"windows by_type: relative error \de-0[67], 45 of 45 greedy tokens",
     ],

@@ -6,12 +6,14 @@ differs from 1, so that applying it twice or not at all shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as t
+from _pytest.mark import ParameterSet
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -307,9 +309,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "exaone4_full": lambda: t.Exaone4Config(**_sizes(sliding_window=None, layer_types=["full_attention"] * NUM_LAYERS)),
     "ernie4_5": lambda: t.Ernie4_5Config(**_sizes(head_dim=16, use_bias=True)),
     "cwm": lambda: t.CwmConfig(
-        **_sizes(
-            head_dim=16, mlp_bias=True, sliding_window=WINDOW, layer_types=_MIXED, rope_parameters=_LLAMA3_ROPE
-        )
+        **_sizes(head_dim=16, mlp_bias=True, sliding_window=WINDOW, layer_types=_MIXED, rope_parameters=_LLAMA3_ROPE)
     ),
     "arcee": lambda: t.ArceeConfig(
         **_sizes(head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=_YARN_ROPE)
@@ -339,9 +339,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **_experts(**_GROUPED, head_dim=16, n_routed_experts=8, first_k_dense_replace=2, use_qk_norm=True)
     ),
     "dots1": lambda: t.Dots1Config(
-        **_experts(
-            **_GROUPED, n_routed_experts=8, first_k_dense_replace=1, sliding_window=WINDOW, max_window_layers=2
-        )
+        **_experts(**_GROUPED, n_routed_experts=8, first_k_dense_replace=1, sliding_window=WINDOW, max_window_layers=2)
     ),
     "hy_v3": lambda: t.HYV3Config(
         **_experts(
@@ -433,6 +431,18 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 }
 """Family name -> tiny config. A name may carry a variant after the family's own (`opt_post_norm`)."""
 
+# Families of which the slower proofs run only with --full. By default their slices are compared with the whole model.
+BRIEF = frozenset(list(FAMILIES)[list(FAMILIES).index("ministral") :])
+
+
+def thinned(families: Iterable[str] = FAMILIES, *marks: pytest.MarkDecorator) -> list[ParameterSet]:
+    """Return the families as test parameters, with `marks`. Those in BRIEF are also marked `full`."""
+    return [
+        pytest.param(family, marks=[*marks, pytest.mark.full] if family in BRIEF else list(marks))
+        for family in families
+    ]
+
+
 # (scale of the weights, scale of the embedding): greedy outputs must not settle on one token, and rounding errors must
 # not grow. A tied head repeats its input token if the embedding outweighs the layers.
 _SCALES: dict[str, tuple[float, float]] = {
@@ -458,6 +468,8 @@ _SCALES: dict[str, tuple[float, float]] = {
     "gemma": (1.5, 0.05),
     "vaultgemma": (1.5, 0.05),
     "biogpt": (2.5, 0.05),
+    "granitemoe": (0.8, 0.4),
+    "granitemoeshared": (0.8, 0.05),
 }
 _DEFAULT_SCALES = (1.5, 0.5)
 

@@ -25,7 +25,7 @@ from sarathi_pp.model.fuse.packed_linear import PackedLinear
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import LMHead, StageModel, layer_windows, load_lm_head, load_stage
-from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, write_checkpoint
+from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, thinned, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -163,7 +163,7 @@ def test_chained_slices_give_the_whole_models_logits(
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.oldest) for name in FAMILIES])
+@pytest.mark.parametrize("family", thinned(FAMILIES, pytest.mark.oldest))
 def test_the_head_by_itself_gives_the_bits_of_the_last_stage(family: str, saved: Saved) -> None:
     """The head also reads no other weights."""
     directory, _ = saved(family, 3)
@@ -197,7 +197,7 @@ def test_in_bfloat16_too(tmp_path: Path) -> None:
         assert head.forward(last.forward_rows(x, inputs, kv)).equal(last.forward(x, inputs, kv))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned())
 def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, saved: Saved) -> None:
     """A restart has other neighbours and cuts prompts elsewhere. It must still draw the same tokens."""
     directory, _ = saved(family, 1)

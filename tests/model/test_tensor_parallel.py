@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import pytest
@@ -188,11 +189,11 @@ ROWS = ("q_proj.", "k_proj.", "v_proj.", "gate_proj.", "up_proj.", "query_key_va
 COLUMNS = ("o_proj.", "down_proj.", "attention.dense.", "self_attn.dense.", "4h_to_h.", "fc2.", "mlp.c_proj.")
 
 
-def of_shard(key: str, index: int, size: int) -> tuple[slice, ...] | None:
-    """Return a shard's part of a stored tensor; None if it has no part."""
+def of_shard(key: str, index: int, size: int, *, shared: bool) -> tuple[slice | EllipsisType, ...] | None:
+    """Return a shard's part of a stored tensor; None if it has no part. shared: shared experts are split too."""
     name = key.replace(".w1.", ".gate_proj.").replace(".w3.", ".up_proj.").replace(".w2.", ".down_proj.")
-    if "layers." not in name or "shared_expert" in name:
-        return (slice(None),)
+    if "layers." not in name or ("shared_" in name and not shared):
+        return (...,)
 
     def part(length: int) -> slice:
         return slice(index * length // size, (index + 1) * length // size)
@@ -201,9 +202,9 @@ def of_shard(key: str, index: int, size: int) -> tuple[slice, ...] | None:
         return (part(LENGTHS[key][0]),)
     if any(one in name for one in COLUMNS):
         if name.endswith("bias"):
-            return (slice(None),) if index == 0 else None
+            return (...,) if index == 0 else None
         return slice(None), part(LENGTHS[key][1])
-    return (slice(None),)
+    return (...,)
 
 
 LENGTHS: dict[str, tuple[int, ...]] = {}
@@ -212,7 +213,8 @@ LENGTHS: dict[str, tuple[int, ...]] = {}
 @pytest.mark.parametrize("family", PROVEN)
 def test_a_shard_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: Path) -> None:
     """All other bytes of the weights are NaN, and none of them reaches the result."""
-    source, _ = saved(family)
+    source, reference = saved(family)
+    shared = any("shared_experts" in name for name in reference.config.base_model_tp_plan)
     stored = load_file(source / SINGLE_FILE)
     LENGTHS.update({key: tuple(tensor.shape) for key, tensor in stored.items()})
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -221,7 +223,7 @@ def test_a_shard_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: P
         poisoned, own = {}, 0
         for key, tensor in stored.items():
             poisoned[key] = torch.full_like(tensor, torch.nan)
-            part = of_shard(key, index, 2)
+            part = of_shard(key, index, 2, shared=shared)
             if part is not None:
                 poisoned[key][part] = tensor[part]
                 own += tensor[part].numel()
@@ -230,7 +232,7 @@ def test_a_shard_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: P
         backend = choose_backend("sdpa", CPU, PAGE_SIZE)
         stage = load_stage(tmp_path, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, CPU, backend, shard=shard)
         assert all(parameter.isfinite().all() for parameter in stage.module.parameters())
-        held = {p.data_ptr(): p.numel() * 4 for p in stage.module.parameters()}
+        held = {tensor.data_ptr(): tensor.numel() * 4 for tensor in stage.module.state_dict().values()}
         assert stage.bytes_read == 4 * own == sum(held.values())
         assert own < 0.75 * total  # half of a layer, too, except for embedding, head and shared experts
 

@@ -57,7 +57,7 @@ def _first(config: ConfigFile, keys: tuple[str, ...]) -> int | None:
     for key in keys:
         value = config.values.get(key)
         if isinstance(value, list) and value and all(type(one) is int and one > 0 for one in value):
-            return max(value)
+            return int(max(value))
         if size := config.optional_size(key, None):
             return size
     return None

@@ -14,8 +14,11 @@ from sarathi_pp.errors import InputError
 
 # Keys that must be above 0, also at any depth of the rotary settings. Other rope parameters may be 0.
 _POSITIVE = (
+    "attention_multiplier",
+    "embedding_multiplier",
     "factor",
     "high_freq_factor",
+    "logits_scaling",
     "low_freq_factor",
     "original_max_position_embeddings",
     "partial_rotary_factor",
@@ -26,6 +29,15 @@ _POSITIVE = (
 _AT_MOST_1 = ("partial_rotary_factor", "rotary_pct")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+# Other counts that layers with experts divide by or choose.
+_OF_EXPERTS = (*_EXPERTS_PER_TOKEN, "decoder_sparse_step", "n_group", "topk_group")
+# Endings of keys that may not be null, although the types of transformers' configurations allow it.
+_NOT_NULL = (
+    *("_eps", "_epsilon", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"),
+    *("n_group", "topk_group", "route_scale", "routed_scaling_factor", "moe_norm_min"),
+)
+# The rope parameters by which Ministral 3 scales queries.
+_MINISTRAL3_ROPE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
 def check_ranges(path: Path, values: Mapping[str, object]) -> None:
@@ -35,8 +47,9 @@ def check_ranges(path: Path, values: Mapping[str, object]) -> None:
         path: path of config.json.
         values: the keys of config.json with their values.
     """
+    has_experts = any(values.get(name) for name in _EXPERTS)
     for where, key, value in _numbers("", values):
-        if key.endswith(("dropout", "pdrop", "layerdrop")):
+        if key.endswith(("dropout", "pdrop", "layerdrop", "dropout_prob")):
             _require(0 <= value <= 1, path, where, value, "a number from 0 to 1")
         elif key in _AT_MOST_1:
             _require(0 < value <= 1, path, where, value, "above 0 and at most 1")
@@ -44,14 +57,24 @@ def check_ranges(path: Path, values: Mapping[str, object]) -> None:
             _require(0 < value < math.inf, path, where, value, "above 0")
         elif key.endswith(("_eps", "_epsilon")):
             _require(0 <= value < math.inf, path, where, value, "at least 0")
-        elif key in (*_EXPERTS_PER_TOKEN, "decoder_sparse_step") and any(values.get(name) for name in _EXPERTS):
+        elif key in _OF_EXPERTS and has_experts:
             _require(value >= 1, path, where, value, "at least 1")
         elif key == "sliding_window" and values.get("use_sliding_window") is not False:
             _require(value >= 1, path, where, value, "at least 1")
-    for key in values:
-        if values[key] is None and key.endswith(("_eps", "_epsilon", "logit_scale")):
-            raise InputError(f"{path}: {key} is null; expected a number")
+    _check_null(path, values, has_experts=has_experts)
     _check_experts(path, values)
+
+
+def _check_null(path: Path, values: Mapping[str, object], *, has_experts: bool) -> None:
+    """Raise InputError if a number that a layer computes with is null or missing."""
+    for key in values:
+        if values[key] is None and (key.endswith(_NOT_NULL) or (key in _EXPERTS_PER_TOKEN and has_experts)):
+            raise InputError(f"{path}: {key} is null; expected a number")
+    rope = values.get("rope_parameters")
+    if values.get("model_type") == "ministral3" and isinstance(rope, Mapping):
+        for key in _MINISTRAL3_ROPE:
+            if not isinstance(rope.get(key), (int, float)):
+                raise InputError(f"{path}: rope_parameters.{key} is {rope.get(key)!r:.100}; expected a number")
 
 
 def _check_experts(path: Path, values: Mapping[str, object]) -> None:
@@ -59,6 +82,9 @@ def _check_experts(path: Path, values: Mapping[str, object]) -> None:
         chosen, experts = values.get(per_token), values.get(key)
         if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts > 0:
             raise InputError(f"{path}: {per_token} is {chosen}; expected at most {key}, which is {experts}")
+    groups, chosen = values.get("n_group"), values.get("topk_group")
+    if isinstance(groups, int) and isinstance(chosen, int) and chosen > groups > 0:
+        raise InputError(f"{path}: topk_group is {chosen}; expected at most n_group, which is {groups}")
 
 
 def _numbers(where: str, values: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:

@@ -128,14 +128,25 @@ def _layer(child: Any) -> Rewrite | None:
 
 def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
     owners: dict[int, int] = {}
+    kept: set[nn.Module] = set()
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        if "weight" in _names_in_code(owner):  # Hunyuan's router asks its linear layer for the weight's dtype
+            kept.update(owner.children())
 
     def rewrite(child: nn.Module) -> Rewrite | None:
-        return packed_class(child) if type(child) is nn.Linear and owners[id(child.weight)] == 1 else None
+        if type(child) is not nn.Linear or child in kept or owners[id(child.weight)] > 1:
+            return None
+        return packed_class(child)
 
     return rewrite
+
+
+def _names_in_code(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of attributes and globals that a module's forward reads."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
 
 
 def _fits_one_pass(kit: _Kit, attention: Any) -> bool:

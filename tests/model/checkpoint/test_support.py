@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
+from sarathi_pp.model.checkpoint.mlp import MLPShape, read_mlp
 from sarathi_pp.model.checkpoint.pretrained import load_config
 from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
@@ -200,6 +201,54 @@ def test_what_is_not_proven_is_refused_in_a_line(case: str, write: Write) -> Non
         check_model(write(**changed))
     assert caught.value.exit_code == 2
     assert len(str(caught.value)) < 330
+
+
+HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+
+
+def test_a_dynamic_rope_with_alpha_is_a_fixed_table_in_hunyuan_only(write: Write) -> None:
+    assert check_model(write(**HUNYUAN, rope_scaling=ALPHA)).model_type == "hunyuan_v1_dense"
+    for changed in ({**HUNYUAN, "rope_scaling": ALPHA | {"alpha": None}}, {"rope_scaling": ALPHA}):
+        with pytest.raises(UnsupportedModelError, match="dynamic"):
+            check_model(write(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"moe_num_experts": 4, "moe_k": 5}, "moe_k is 5; expected at most moe_num_experts, which is 4"),
+        ({"n_routed_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok is 5; expected at most n_routed"),
+        ({"n_routed_experts": 4, "n_group": 0}, "n_group is 0; expected at least 1"),
+        ({"n_routed_experts": 4, "n_group": 2, "topk_group": 3}, "topk_group is 3; expected at most n_group"),
+    ],
+)
+def test_impossible_numbers_of_experts_are_named(write: Write, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_model(write(**changed))
+
+
+def test_ministral3_needs_the_numbers_that_scale_its_queries(write: Write) -> None:
+    ministral3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    with pytest.raises(InputError, match="rope_parameters.llama_4_scaling_beta is None; expected a number"):
+        check_model(write(**ministral3, rope_parameters=rope))
+    assert check_model(write(**ministral3, rope_parameters=rope | {"llama_4_scaling_beta": 0.1})).num_kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("changed", "shape"),
+    [
+        ({}, MLPShape(64, 3)),
+        ({"architectures": ["ArceeForCausalLM"], "model_type": "arcee"}, MLPShape(64, 2)),
+        ({"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}, MLPShape(32, 3, 8, 2)),
+        ({"moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 2}, MLPShape(32, 3, 8, 2)),
+        ({"moe_intermediate_size": [32] * 5, "num_experts": 8, "moe_topk": [2] * 5}, MLPShape(32, 3, 8, 2)),
+    ],
+)
+def test_the_sizes_of_the_mlp(write: Write, changed: dict[str, Any], shape: MLPShape) -> None:
+    directory = write(**changed)
+    assert read_mlp(directory, check_model(directory)) == shape
 
 
 def test_custom_code_is_not_run(write: Write) -> None:

@@ -256,3 +256,25 @@ _ALL = (
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ALL})
 """Families by architecture, the class name in config.json."""
+
+_OWN_CODE = "it computes attention with its own code, which cannot read KV pages"
+_ALIBI = "it computes attention with its own code and adds a bias per distance (ALiBi)"
+_NO_ARGUMENTS = "its layers do not pass arguments on to attention, so attention cannot find its KV pages"
+
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "BloomForCausalLM": _ALIBI,
+        "FalconForCausalLM": _ALIBI,
+        "MptForCausalLM": _ALIBI,
+        "CodeGenForCausalLM": _OWN_CODE,
+        "GPTJForCausalLM": _OWN_CODE,
+        "GPTNeoForCausalLM": _OWN_CODE,
+        "XGLMForCausalLM": _OWN_CODE,
+        "NemotronForCausalLM": _NO_ARGUMENTS,
+        "StableLmForCausalLM": _NO_ARGUMENTS,
+        "DiffLlamaForCausalLM": "each layer computes attention twice, with two sets of values for the same keys",
+        "NanoChatForCausalLM": "it applies its last norm to the input of its layers too, so every stage would",
+        "PhimoeForCausalLM": "the scale of its rotary embedding depends on the longest sequence of a batch",
+    }
+)
+"""Architectures of decoder layers that an entry cannot add, with the reasons, which errors and documentation name."""

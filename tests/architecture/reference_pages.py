@@ -21,7 +21,7 @@ import click
 from sarathi_pp import errors
 from sarathi_pp.cli.main import cli
 from sarathi_pp.config import RunConfig, SamplingParams, names_of, option_of
-from sarathi_pp.model.families import FAMILIES
+from sarathi_pp.model.families import FAMILIES, LEFT_OUT
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 NOTE = "<!-- Written by `python -m tests.architecture.reference_pages`. Do not edit. -->"
@@ -183,6 +183,9 @@ def _models_page() -> str:
         "embeddings, and custom code. Weights may be stored in full or in these\n"
         "[quantised forms](../guides/quantised-models.md): FP8, MXFP4 (gpt-oss), compressed-tensors, GPTQ and AWQ.\n"
         "`sarathi-pp doctor --model DIR` checks if a model can run.",
+        "## Not supported",
+        "These architectures of `transformers` are plain stacks of layers too. They are refused, with the reason:",
+        _table(("architecture", "reason"), ((f"`{name}`", reason) for name, reason in LEFT_OUT.items())),
     )
 
 

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Mapping
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
-from sarathi_pp.model.families import FAMILIES
+from sarathi_pp.model.families import FAMILIES, LEFT_OUT
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -153,6 +153,8 @@ def refuse_class(where: str, architecture: str, values: Mapping[str, object]) ->
         what = f"a multi-modal model ({modalities[0]}), and those are not supported; use the text model alone"
     elif not architecture.endswith("LMHeadModel") and (kind := next(endings, None)) is not None:
         what = f"{kind}; only causal language models are supported"
+    elif reason := LEFT_OUT.get(architecture):
+        what = f"not supported: {reason}"
     else:
         what = "not supported"
     return UnsupportedModelError(f"{where}: {architecture} is {what}{_nearest(architecture, values.get('model_type'))}")

@@ -20,6 +20,7 @@ from sarathi_pp.model.checkpoint.mlp import MLPShape, read_mlp
 from sarathi_pp.model.checkpoint.pretrained import load_config
 from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from sarathi_pp.model.families import LEFT_OUT
 from tests.model.families import FAMILIES, VOCAB_SIZE, architecture, write_checkpoint
 
 LLAMA = {
@@ -249,6 +250,13 @@ def test_ministral3_needs_the_numbers_that_scale_its_queries(write: Write) -> No
 def test_the_sizes_of_the_mlp(write: Write, changed: dict[str, Any], shape: MLPShape) -> None:
     directory = write(**changed)
     assert read_mlp(directory, check_model(directory)) == shape
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_the_reason_is_named_for_what_is_left_out(left_out: str, write: Write) -> None:
+    assert hasattr(transformers, left_out) and left_out not in SUPPORTED
+    with pytest.raises(UnsupportedModelError, match=f"{left_out} is not supported: it|each|the"):
+        check_model(write(architectures=[left_out], model_type="other"))
 
 
 def test_custom_code_is_not_run(write: Write) -> None:

@@ -67,6 +67,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "idefics3": Wrapper(text="llama"),
     "smolvlm": Wrapper(text="llama"),
     "glm4v": Wrapper(text="glm4v_text", fixed=True, text_ties=True),
+    "aya_vision": Wrapper(text="cohere2", tied=True),
 }
 """Multimodal models whose text part is supported, by model_type."""
 
@@ -100,6 +101,11 @@ TEXT_PARTS: Mapping[str, TextPart] = {
         family="gemma3_text",
         defaults=_sizes(262208, 2304, 9216, 26, 8, 131072),
         forced={"final_logit_softcapping": None},
+    ),
+    "ministral3": TextPart(family="ministral3", defaults=_sizes(131072, 4096, 14336, 34, 32, 262144)),
+    # transformers' multimodal model does not scale its logits.
+    "cohere2": TextPart(
+        family="cohere2", defaults=_sizes(256000, 8192, 22528, 40, 64, 8192), forced={"logit_scale": 1.0}
     ),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,

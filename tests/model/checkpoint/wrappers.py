@@ -30,6 +30,16 @@ _WINDOWS = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_att
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}  # 16 channels are 8 pairs
 _MROPE3 = _MROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _GLM_ROPE = _MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "max_position_embeddings": 256,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 _PATCHES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -46,6 +56,12 @@ _VISUAL_GLM = _VISUAL | {"out_hidden_size": 64, "image_size": 28}
 KINDS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "gemma3": ("Gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, **_WINDOWS}, _SIGLIP, True),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16, "sliding_window": 12}, _PIXTRAL, False),
+    "mistral3_ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _YARN},
+        _PIXTRAL,
+        False,
+    ),
     "qwen2_vl": ("Qwen2VL", {"rope_parameters": _MROPE}, _VISUAL2, False),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
@@ -68,6 +84,7 @@ KINDS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
         _PATCHES,
         False,
     ),
+    "aya_vision": ("AyaVision", {"model_type": "cohere2", **_WINDOWS}, _SIGLIP, True),
     "llava": ("Llava", {"model_type": "llama"}, _CLIP, False),
     "llava_pixtral": ("Llava", {"model_type": "mistral", "head_dim": 16, "sliding_window": None}, _PIXTRAL, False),
     "llava_next": ("LlavaNext", {"model_type": "mistral", "sliding_window": 12}, _CLIP, False),

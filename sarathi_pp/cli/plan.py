@@ -137,6 +137,11 @@ def _explanations(document: Mapping[str, Any]) -> Iterator[Text]:
         f"workload {document['workload']}: {document['prompt_to_output']:.1f} prompt tokens per output token\n"
         f"saturated at {document['saturation_tokens']} tokens per microbatch: more of them take longer in proportion"
     )
+    stored = [stage["stored_bytes"] for stage in document["per_stage"]]
+    if document["quantised"] is not None and None not in stored:
+        yield Text(
+            f"GiB that each stage reads from its files ({document['quantised']}): {', '.join(map(formats.gib, stored))}"
+        )
     if document["source"] != "profile":
         yield Text("times are estimates from the model's shape; `sarathi-pp profile` measures them")
     least = ", ".join(f"{stage['stage']} {formats.gib(stage['total_bytes'])} GiB" for stage in document["floor"])

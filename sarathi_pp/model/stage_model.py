@@ -345,6 +345,15 @@ def stage_bytes(
     return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount(), checkpoint)[0])
 
 
+def stage_stored_bytes(
+    directory: Path, layers: tuple[int, int], dtype: torch.dtype, shard: TensorShard | None, checkpoint: Checkpoint
+) -> int:
+    """Return the bytes that `load_stage` reads from files for the layers [first, end). See stage_bytes."""
+    family, config = load_config(directory)
+    tensors, _ = _stored(directory, family, config, layers, dtype, None, shard, ReadCount(), checkpoint)
+    return sum(tensor.num_stored_bytes() for tensor in tensors.values())
+
+
 def _stored(
     directory: Path,
     family: Family,

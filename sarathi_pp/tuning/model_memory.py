@@ -101,6 +101,15 @@ class Weights:
             return self._stage_bytes(layers)  # a tied embedding serves both ends, and counts once
         return self._sums[end] - self._sums[first]
 
+    def stored_bytes(self, layers: Span) -> int | None:
+        """Return the bytes that are read from files for the layers [first, end); None if the files are not known."""
+        from sarathi_pp.model.stage_model import stage_stored_bytes  # takes seconds
+
+        if self.model.from_config:
+            return None
+        shard = TensorShard(0, self.shards, _no_sum)
+        return stage_stored_bytes(self.model.directory, layers, self.dtype, shard, self.model.checkpoint)
+
     @cached_property
     def _sums(self) -> list[int]:
         """Entry i is the bytes of the layers before layer i, and the last entry is the bytes of all layers.

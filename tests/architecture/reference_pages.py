@@ -21,6 +21,7 @@ import click
 from sarathi_pp import errors
 from sarathi_pp.cli.main import cli
 from sarathi_pp.config import RunConfig, SamplingParams, names_of, option_of
+from sarathi_pp.model.checkpoint.wrapper import TEXT_PARTS, WRAPPERS
 from sarathi_pp.model.families import FAMILIES, LEFT_OUT
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -169,20 +170,32 @@ def _exit_codes_page() -> str:
 
 def _models_page() -> str:
     rows = [
-        (f"`{family.model_type}`", f"`{family.architecture}`", "yes" if family.widths is not None else "no")
+        (
+            f"`{family.model_type}`",
+            f"`{family.architecture}`",
+            "full, FP8, int4, int8" + (", MXFP4" if family.model_type == "gpt_oss" else ""),
+            "yes" if family.widths is not None else "no",
+        )
         for family in FAMILIES.values()
+    ]
+    wrapped = [
+        (f"`{name}`", f"`{TEXT_PARTS[wrapper.text].family}`" + ("" if wrapper.fixed else ", or as `text_config` says"))
+        for name, wrapper in WRAPPERS.items()
     ]
     return _page(
         "Supported models",
         "Stages of these architectures give the logits of the unmodified `transformers` model in the tests. The\n"
         "tests switch on what is special in each family: tied embeddings, biases, windows, soft caps, sinks,\n"
         "multipliers and layer patterns. `sarathi-pp doctor --models` prints this table.",
-        _table(("`model_type`", "architecture", "tensor parallelism"), rows),
+        _table(("`model_type`", "architecture", "stored weights", "tensor parallelism"), rows),
         "Weights are safetensors, in one file or sharded, from a directory or the Hugging Face Hub. Everything else\n"
         "is refused before a run starts: other architectures, linear attention, dynamic and longrope rotary\n"
         "embeddings, and custom code. Weights may be stored in full or in these\n"
         "[quantised forms](../guides/quantised-models.md): FP8, MXFP4 (gpt-oss), compressed-tensors, GPTQ and AWQ.\n"
         "`sarathi-pp doctor --model DIR` checks if a model can run.",
+        "## Multimodal models",
+        "Of these models the [text part](../guides/multimodal-models.md) runs, for rows without images:",
+        _table(("`model_type`", "text part"), wrapped),
         "## Not supported",
         "These architectures of `transformers` are plain stacks of layers too. They are refused, with the reason:",
         _table(("architecture", "reason"), ((f"`{name}`", reason) for name, reason in LEFT_OUT.items())),

@@ -23,6 +23,7 @@ from sarathi_pp.sim.workload import Workload, parse_workload
 from sarathi_pp.tuning.hardware import Hardware
 from sarathi_pp.tuning.plan import make_plan
 from sarathi_pp.tuning.prediction import Prediction, predict
+from tests.model.checkpoint.quantised import write_published
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions
 CONFIGS = Path(__file__).parent / "configs"
@@ -351,3 +352,17 @@ def test_the_devices_of_the_verdict_are_named() -> None:
     assert subject(equal) == "gpt-oss in 16 stages on 2 hosts, together 16 x H100 80 GB"
     mixed = Hardware(memory=(80 << 30, 80 << 30, 24 << 30))
     assert subject(mixed) == "gpt-oss in 3 stages on 2 x GPU with 80 GiB, 1 x GPU with 24 GiB"
+
+
+def test_a_quantised_model_is_planned_with_the_memory_of_its_floats(tmp_path: Path) -> None:
+    found = write_published("llama", "fp8 blocks", tmp_path)
+    document, whole = (
+        make_plan(RunConfig(model=str(model), stages=2), parse_workload(SMALL_WORKLOAD))
+        for model in (found.quantised, found.reference)
+    )
+    assert (document["quantised"], whole["quantised"]) == ("FP8, blocks of 32 x 32", None)
+    for ours, theirs in zip(document["per_stage"], whole["per_stage"], strict=True):
+        assert ours["weights_bytes"] == theirs["weights_bytes"] >= theirs["stored_bytes"]  # some hold a second LM head
+        assert 0.25 < ours["stored_bytes"] / theirs["stored_bytes"] < 0.9
+    assert any(line.startswith("GiB that each stage reads from its files (FP8") for line in rendered(document))
+    assert not any("reads from its files" in line for line in rendered(whole))

@@ -419,7 +419,7 @@ def test_layers_that_the_model_does_not_have_are_refused(
         load_stage(directory, layers, num_layers, torch.float32, CPU, choose_backend("sdpa", CPU, PAGE_SIZE))
 
 
-_PEAK = """
+PEAK = """
 import ctypes, sys
 from pathlib import Path
 import torch
@@ -453,7 +453,7 @@ def test_loading_peaks_near_the_slice(saved: Saved, tmp_path: Path) -> None:
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", _PEAK, str(tiny), str(tmp_path)]
+    command = [sys.executable, "-c", PEAK, str(tiny), str(tmp_path)]
     done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # Each of the loader's threads holds one block, or one smaller tensor in both types, while it converts.

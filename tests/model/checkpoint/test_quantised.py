@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import InputError, UnsupportedModelError
@@ -26,7 +29,7 @@ from tests.engine.pipeline import run_pipeline
 from tests.model.checkpoint.quantised import FORMS, Form, Published, answers, publish, write_published
 from tests.model.families import NUM_LAYERS, VOCAB_SIZE, write_checkpoint
 from tests.model.shards import load_gang
-from tests.model.test_stage_model import FOUR_STAGES, ONE_STAGE, TWO_STAGES, load
+from tests.model.test_stage_model import FOUR_STAGES, ONE_STAGE, PEAK, TWO_STAGES, load
 
 # Mixtures of experts in the forms in which they are published.
 CASES = [
@@ -299,3 +302,22 @@ def test_bits_follow_the_rule_that_names_the_module(published: Write, tmp_path: 
     parameters = dict(theirs.module.named_parameters())
     assert all(torch.equal(one, parameters[name]) for name, one in ours.module.named_parameters())
     assert check_model(tmp_path / "quantised").quantised == "compressed-tensors, int4, groups of 16; int8"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
+@pytest.mark.parametrize("form", ["fp8 blocks", *(pytest.param(f, marks=full) for f in ("gptq int4", "awq int4"))])
+def test_loading_peaks_near_the_floats(form: str, tmp_path: Path) -> None:
+    """Half of a model of 168 MB as floats: the floats, 5 %, and the blocks that the loader's threads unpack."""
+    write_checkpoint("llama", tmp_path / "tiny")
+    sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    publish(FORMS[form], tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "tiny"), str(tmp_path / "quantised")]
+    done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    blocks = 4 * tensor._BLOCK_VALUES * 16  # codes, floats, scales and their product
+    for line in done.stdout.splitlines():
+        grown, held = map(int, line.split())
+        assert held > 40e6
+        assert grown < 1.05 * held + blocks, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of floats"

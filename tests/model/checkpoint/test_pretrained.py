@@ -17,7 +17,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.stage_model import load_stage
 from tests import thinning
-from tests.model.families import FAMILIES, write_checkpoint
+from tests.model.families import FAMILIES, thinned, write_checkpoint
 from tests.model.test_stage_model import relative_error, run_schedule
 
 CPU = torch.device("cpu")
@@ -58,8 +58,7 @@ def reference(directory: Path) -> Any:
     return model
 
 
-@pytest.mark.oldest
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, pytest.mark.oldest))
 def test_a_wrong_value_is_named_or_changes_nothing(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     file = tmp_path / "config.json"

@@ -27,7 +27,7 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.stage_model import load_stage
 from sarathi_pp.model.tensor_parallel import Split, Summed, TensorShard
 from tests.machine import patient
-from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, write_checkpoint
+from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, thinned, write_checkpoint
 from tests.model.shards import load_gang
 from tests.model.test_stage_model import (
     NUM_PAGES,
@@ -107,7 +107,7 @@ def expected_greedy(reference: Any, prompt: list[int], num_tokens: int) -> list[
     [pytest.param(ONE_STAGE, marks=pytest.mark.full), pytest.param(TWO_STAGES, marks=pytest.mark.oldest)],
     ids=["one", "two"],
 )
-@pytest.mark.parametrize("family", PROVEN)
+@pytest.mark.parametrize("family", thinned(PROVEN))
 def test_shards_together_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], saved: Saved, record_property: Any
 ) -> None:

@@ -34,7 +34,7 @@ from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.errors import ConfigError, OptionError, SarathiError
 
 _TEXT_ONLY = "models read text only"
-_WEIGHTS = "weights are kept as float32, bfloat16 or float16. Give a model that has such weights"
+_WEIGHTS = "config.json names the form of quantised weights. They are dequantised when they are loaded. Leave it out"
 _REVISION = "one revision of a model is loaded. Download another one, and give its directory as the model"
 _NOT_YET = "it is not supported yet"
 # Arguments of other engines and of the command that an LLM does not have. The first item holds the values that agree

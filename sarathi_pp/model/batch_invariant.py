@@ -41,7 +41,7 @@ _PRODUCTS: dict[Callable[..., Any], int] = {
 _CURVES: frozenset[Callable[..., Any]] = frozenset(
     (
         *(functional.silu, functional.gelu, functional.sigmoid, functional.tanh),
-        *(torch.sigmoid, torch.tanh, torch.exp, torch.cos, torch.sin, torch.erf),
+        *(torch.sigmoid, torch.tanh, torch.exp, torch.expm1, torch.cos, torch.sin, torch.erf),
         *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin, Tensor.erf),
     )
 )

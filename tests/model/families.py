@@ -468,7 +468,7 @@ _SCALES: dict[str, tuple[float, float]] = {
     "gemma": (1.5, 0.05),
     "vaultgemma": (1.5, 0.05),
     "biogpt": (2.5, 0.05),
-    "olmoe": (1.0, 1.0),
+    "olmoe": (0.8, 4.0),
     "flex_olmo": (1.2, 0.5),
     "granitemoe": (0.8, 0.4),
     "granitemoeshared": (0.8, 0.05),

@@ -190,6 +190,23 @@ def test_gptq_and_awq_are_those_of_their_libraries(name: str, tmp_path: Path) ->
     assert torch.equal(QuantisedTensor(entry, ReadCount(), torch.float16).read(), expected)
 
 
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "powers of 2"])
+def test_fp8_blocks_are_those_of_transformers(scale_type: torch.dtype, tmp_path: Path) -> None:
+    """Of whole blocks. transformers takes the size of a block from the shapes, so it misreads a short last block."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    codes = torch.randn(96, 64, generator=torch.Generator().manual_seed(4)).to(torch.float8_e4m3fn)
+    scales = (torch.rand(3, 2, generator=torch.Generator().manual_seed(5)) + 0.01).to(scale_type)
+    save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    scheme = read_scheme(ConfigFile(tmp_path, {"quantization_config": FORMS["fp8 blocks"].settings}))
+    assert scheme is not None
+    (entry,) = join_parts(open_checkpoint(tmp_path).tensors, scheme).values()
+    assert not isinstance(entry, TensorEntry)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = Fp8Dequantize(None)._dequantize_one(codes, scales, dtype)
+        assert torch.equal(QuantisedTensor(entry, ReadCount(), dtype).read(), expected)
+
+
 def test_in_bfloat16_a_weight_is_rounded_once(published: Write) -> None:
     found = published("llama", "fp8 blocks")
     expected = load_file(found.reference / "model.safetensors")
@@ -250,6 +267,12 @@ def _compressed(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
 
 
+def _compressed_for(targets: Any) -> dict[str, Any]:
+    settings = _compressed()
+    settings["config_groups"]["group_0"]["targets"] = targets
+    return settings
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     **{
         name: ({"quant_method": name}, rf"quantised weights \({name}\) are not read; use a checkpoint .* in fp8")
@@ -270,6 +293,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no groups": (_compressed() | {"config_groups": {}}, "config_groups"),
     "3 bits": (_compressed(num_bits=3), "num_bits 3"),
     "by token": (_compressed(strategy="token"), "strategy 'token'"),
+    "a pattern that is none": (_compressed_for(["re:(mlp"]), r"targets \['re:\(mlp'\]"),
+    "targets as text": (_compressed_for("Linear"), "targets 'Linear'"),
+    "targets of numbers": (_compressed_for([1]), r"targets \[1\]"),
     "group of 0": (_compressed(group_size=0), "group_size 0"),
 }
 

@@ -206,12 +206,25 @@ def _weight_rules(group: Mapping[str, Any]) -> Iterator[WeightRule]:
     if strategy == "block" and block is None:
         raise _Refused("the strategy block without block_structure")
     yield WeightRule(
-        targets=tuple(map(str, group.get("targets") or (_LINEAR,))),
+        targets=_targets(group),
         bits=weights.get("num_bits") or 8,
         is_float=is_float,
         group_size=group_size if strategy == "group" else None,
         block=block if strategy == "block" else None,
     )
+
+
+def _targets(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules that a rule is for. Raise if they are no list of names and patterns."""
+    targets = group.get("targets") or [_LINEAR]
+    try:
+        for target in targets:
+            re.compile(target)
+    except (TypeError, re.error):
+        targets = None
+    if not isinstance(targets, list):
+        raise _Refused(f"targets {group['targets']!r:.100} (read: a list of names and patterns)")
+    return tuple(targets)
 
 
 def _gptq(found: Mapping[str, Any]) -> Scheme:

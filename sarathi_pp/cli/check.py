@@ -51,7 +51,8 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
     Both compute the same prompts in float32 on CPU. transformers computes them in one piece with its own model. The
     stages compute chunks of several prompts at a time, then single tokens, as in a run. If the model does not fit into
     memory, the layers of one stage are compared at a time: give more --stages. The first layer that differs by more
-    than rounding is named. The exit code is 0 if nothing differs, and 1 otherwise.
+    than rounding is named. Both use the weights as this program reads them, so quantised weights are dequantised alike.
+    A sliding window is tested only by longer prompts. The exit code is 0 if nothing differs, and 1 otherwise.
     """
     activity = Activity()
     with StatusLine(Console(stderr=True), activity), activity.phase("loading libraries"):

@@ -58,8 +58,10 @@ class Reference:
         return found
 
     def _keeper(self, index: int) -> Any:
+        inputs = self._inputs  # not self: the model would keep itself alive
+
         def keep(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            self._inputs[index] = hidden[0]
+            inputs[index] = hidden[0]
 
         return keep

@@ -47,7 +47,7 @@ def test_every_family_passes(family: str, saved: Saved) -> None:
     assert found.exact and found.whole, found
     assert found.num_tokens == sum(map(len, read_prompts(saved(family), None)))
     assert [stage.layers for stage in found.stages] == [(0, 3), (3, 5)]
-    assert 0 < max(stage.error for stage in found.stages) < 1e-5
+    assert 0 < max(stage.error for stage in found.stages) < 3e-5
 
 
 @pytest.fixture(params=[0.7, 0.0], ids=["whole", "stage by stage"])
@@ -94,18 +94,27 @@ def test_a_changed_rope_factor_is_found(saved: Saved, room: float, monkeypatch: 
     assert [stage.first_layer for stage in found.stages] == [0, 2, 4]
 
 
-def test_nan_is_a_difference(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, load = saved("qwen3"), check.load_stage
+@pytest.mark.parametrize("prompt", [0, 2])
+def test_nan_in_any_prompt_is_a_difference(prompt: int, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = check._Stage.compute
 
-    def load_wrong(*how: Any) -> Any:
-        stage = load(*how)
-        stage.module.model.norm.register_buffer("unused", torch.ones(1))
-        for parameter in list(stage.module.parameters())[-1:]:
-            parameter.fill_(torch.nan)
-        return stage
+    def compute_wrong(self: Any, prompts: Any) -> Any:
+        rows = compute(self, prompts)
+        rows[prompt][0, 0] = torch.nan
+        return rows
 
-    monkeypatch.setattr(check, "load_stage", load_wrong)
-    assert not checked(directory, 1).exact
+    monkeypatch.setattr(check._Stage, "compute", compute_wrong)
+    assert not any(stage.exact for stage in checked(saved("qwen3")).stages)
+
+
+def test_a_huge_value_in_one_row_hides_no_difference_in_others() -> None:
+    """The first token of many models has values that are thousands of times larger than the others."""
+    before, theirs = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(6))
+    before[0, 0] = theirs[0, 0] = 1e4
+    assert check._error([theirs * (1 + 1e-7)], [theirs], [before]) < check.MOST_ERROR
+    ours = theirs.clone()
+    ours[3] *= 1.001
+    assert check._error([ours], [theirs], [before]) > 3 * check.MOST_ERROR
 
 
 def test_a_prompt_is_computed_in_chunks_and_decodes() -> None:

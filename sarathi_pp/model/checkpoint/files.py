@@ -197,7 +197,7 @@ def stored_names(directory: Path) -> tuple[str, ...]:
         if (directory / SINGLE_FILE).is_file():
             return tuple(json.loads(_read_header(safe_path(directory, SINGLE_FILE))))
         return tuple(_read_index(directory))
-    except (OSError, ValueError, SarathiError):  # open_checkpoint reports it
+    except (OSError, ValueError, TypeError, SarathiError):  # open_checkpoint reports it
         return ()
 
 

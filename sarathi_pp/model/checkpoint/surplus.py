@@ -23,6 +23,11 @@ _KINDS = (
     ("heads of another task", re.compile(r"^(v_head|value_head|reward_head|score|classifier)\.")),
 )
 _MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")
+# Endings of weights, and of the parts of quantised ones, such as those of an LM head.
+_OF_WEIGHTS = (
+    *(".weight", ".bias", ".qweight", ".qzeros", ".scales", ".g_idx", "_blocks", "_scales"),
+    *("_packed", "_shape", "_scale", "_scale_inv", "_zero_point", "_g_idx"),
+)
 _IN_LAYER = re.compile(r"(^|\.)\d+\.")
 
 
@@ -33,7 +38,7 @@ def surplus_kind(key: str, entry: TensorEntry) -> str | None:
             return kind
     if _MASK.search(key) and len(entry.shape) == 4:
         return "causal masks"
-    if entry.dtype not in FLOATS and not _IN_LAYER.search(key) and not key.endswith((".weight", ".bias")):
+    if entry.dtype not in FLOATS and not _IN_LAYER.search(key) and not key.endswith(_OF_WEIGHTS):
         return "statistics"
     return None
 

@@ -170,11 +170,14 @@ def text_values(values: Mapping[str, Any], stored_names: Callable[[], tuple[str,
     kind = wrapper.text if wrapper.fixed else text.get("model_type", wrapper.text)
     part = TEXT_PARTS.get(str(kind), TextPart(family=str(kind), defaults={}))
     ropes = {key: _plain_rope(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
-    made = {**{key: values[key] for key in _OUTER if key in values}, **text, **ropes}
+    own = {key: value for key, value in text.items() if key not in _OUTER or value is not None}
+    made = {**{key: values[key] for key in _OUTER if key in values}, **own, **ropes}
     inside: dict[str, Any] = next(iter(ropes.values()), {})
     made = {**{key: value for key, value in part.defaults.items() if key not in inside}, **made}
-    if kind == "glm4v_text":
-        made.setdefault("head_dim", made["hidden_size"] // made["num_attention_heads"])
+    if kind == "glm4v_text" and "head_dim" not in made:
+        hidden, heads = made["hidden_size"], made["num_attention_heads"]
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:  # support.py names the key otherwise
+            made["head_dim"] = hidden // heads
     made = {key: value for key, value in {**made, **part.forced}.items() if part.forced.get(key, ...) is not None}
     tied = values.get("tie_word_embeddings", wrapper.tied) or (wrapper.text_ties and text.get("tie_word_embeddings"))
     made["tie_word_embeddings"] = bool(tied) and not any(map(_LM_HEAD.match, stored_names()))

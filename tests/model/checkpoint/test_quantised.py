@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a block of one size": ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128"),
     "2 bits": ({"quant_method": "gptq", "bits": 2}, r"gptq with bits 2 \(read: 4, 8\)"),
     "GPTQ's second layout": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, "gptq_v2"),
+    "GPTQ's second layout by its other key": ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, "gptq_v2"),
     "Marlin": ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True"),
     "AWQ for gemv": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
     "NVFP4": (_compressed() | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
@@ -347,3 +349,40 @@ def test_loading_peaks_near_the_floats(form: str, tmp_path: Path) -> None:
         grown, held = map(int, line.split())
         assert held > 40e6
         assert grown < 1.05 * held + blocks, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of floats"
+
+
+@pytest.mark.parametrize("form", ["gptq int4", "awq int4", "packed int4 groups"])
+def test_a_quantised_lm_head(form: str, tmp_path: Path) -> None:
+    write_checkpoint("qwen3", tmp_path / "source")
+    of = FORMS[form].of
+    with_head = replace(FORMS[form], of=lambda name, weight: name == "lm_head.weight" or of(name, weight))
+    publish(with_head, tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
+    ours, theirs = load(tmp_path / "quantised", (4, 5)), load(tmp_path / "reference", (4, 5))
+    assert torch.equal(ours.module.lm_head.weight, theirs.module.lm_head.weight)
+
+
+@pytest.mark.parametrize("wrong", [torch.full((48,), 99), torch.full((48,), -1), torch.zeros(48)])
+def test_group_indices_that_cannot_be_are_refused(wrong: torch.Tensor, published: Write, tmp_path: Path) -> None:
+    source = published("llama", "gptq int4 ordered").quantised
+    with pytest.raises(InputError, match="expected indices of 3 groups"):
+        load(change(source, tmp_path, {f"{_Q}.g_idx": wrong.int()}), (0, 2))
+
+
+def test_merged_experts_in_blocks_are_cut_for_shards(published: Write) -> None:
+    """Gate and up are two blocks of rows in one tensor."""
+    codes = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(7)).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2, 1, generator=torch.Generator().manual_seed(8)) + 0.01
+    directory = published("qwen3_moe", "fp8 blocks").quantised.parent
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    save_file({key: codes, f"{key}_scale_inv": scales}, directory / "merged.safetensors")
+    header = {"weight_map": dict.fromkeys((key, f"{key}_scale_inv"), "merged.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(header))
+    scheme = read_scheme(ConfigFile(directory, {"quantization_config": FORMS["fp8 blocks"].settings}))
+    assert scheme is not None
+    (entry,) = join_parts(open_checkpoint(directory).tensors, scheme).values()
+    assert not isinstance(entry, TensorEntry)
+    whole = QuantisedTensor(entry, ReadCount(), torch.float32).read()
+    gate, up = whole.chunk(2, dim=1)
+    for shard in (0, 1):
+        part = QuantisedTensor(entry, ReadCount(), torch.float32).cut(Cut(1, 2, shard, 2)).read()
+        assert torch.equal(part, torch.cat([gate.chunk(2, dim=1)[shard], up.chunk(2, dim=1)[shard]], dim=1))

@@ -189,7 +189,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 def _join_fp8(group: _Group) -> _Joined:
     key, codes = group.key, group.codes
-    if codes.dtype not in FLOAT8:
+    if codes.dtype not in FLOAT8 or len(codes.shape) < 2:
         return
     scales = group.need(f"{key}_scale_inv", f"{key}_scale")
     group.require_type(scales, "scales", *_FLOATS, "F8_E8M0")
@@ -291,6 +291,8 @@ def _join_gptq(group: _Group) -> _Joined:
     group.require_type(zeros, "zero points", "I32")
     group.require_type(order, "group indices", "I32", "I64")
     words, rows = group.matrix()
+    if len(scales.shape) != 2:
+        raise InputError(f"{scales.file}: the scales of {key} have the shape {list(scales.shape)}, not a matrix")
     columns = math.prod(order.shape)
     bits = words * _WORD_BITS // max(1, columns)
     if bits not in (4, 8):

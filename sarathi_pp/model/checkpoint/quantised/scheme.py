@@ -139,7 +139,7 @@ def _unnamed_method(found: Mapping[str, Any]) -> str:
 def _require(found: Mapping[str, Any], key: str, legal: tuple[object, ...]) -> None:
     """Raise if a setting is none of the legal values. An absent setting is legal."""
     value = found.get(key)
-    if value is not None and value not in legal:
+    if value is not None and (value not in legal or isinstance(value, float)):
         raise _Refused(f"{key} {value!r:.100} (read: {', '.join(map(str, legal))})")
 
 
@@ -219,8 +219,8 @@ def _targets(group: Mapping[str, Any]) -> tuple[str, ...]:
     targets = group.get("targets") or [_LINEAR]
     try:
         for target in targets:
-            re.compile(target)
-    except (TypeError, re.error):
+            re.compile(target.removeprefix("re:"))
+    except (TypeError, AttributeError, re.error):
         targets = None
     if not isinstance(targets, list):
         raise _Refused(f"targets {group['targets']!r:.100} (read: a list of names and patterns)")
@@ -229,7 +229,8 @@ def _targets(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _gptq(found: Mapping[str, Any]) -> Scheme:
     _require(found, "bits", (4, 8))
-    _require(found, "checkpoint_format", ("gptq",))
+    for key in ("checkpoint_format", "format"):
+        _require(found, key, ("gptq",))
     _require(found, "is_marlin_format", (False,))
     group_size = _group_size(found)
     groups = f", groups of {group_size}" if group_size is not None else ""

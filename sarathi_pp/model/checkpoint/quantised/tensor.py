@@ -73,15 +73,18 @@ class QuantisedTensor:
         entry = self._entry
         _require_stated_shape(entry, self._count)
         shape, last = entry.shape, len(entry.shape) - 1
-        rows, columns = (0, shape[last - 1]), (0, shape[last])
+        ranges, columns = [(0, shape[last - 1])], (0, shape[last])
         if self._cut is not None:
-            ((rows,), (columns,)) = (self._cut.ranges_of(shape, dim) for dim in (last - 1, last))
+            ranges, (columns,) = (self._cut.ranges_of(shape, dim) for dim in (last - 1, last))
         target = torch.empty(self.shape, dtype=self._dtype)
         for index, part in enumerate(target.view(-1, *self.shape[-2:])):
-            for (top, bottom), (left, right), values in _BLOCKS[entry.layout](
-                _Matrix(entry, index, rows, columns, self._count)
-            ):
-                part[top - rows[0] : bottom - rows[0], left - columns[0] : right - columns[0]] = values
+            above = 0  # rows of the part that are filled
+            for rows in ranges:
+                matrix = _Matrix(entry, index, rows, columns, self._count)
+                for (top, bottom), (left, right), values in _BLOCKS[entry.layout](matrix):
+                    first = above - rows[0]
+                    part[first + top : first + bottom, left - columns[0] : right - columns[0]] = values
+                above += rows[1] - rows[0]
         return target
 
 
@@ -124,7 +127,14 @@ class _Matrix:
     def groups(self, columns: Range) -> Tensor:
         """Return the index of the group of scales for each of these inputs."""
         if self.entry.order is not None:
-            return self._small(self.entry.order)[0, columns[0] : columns[1]].long()
+            order = self._small(self.entry.order)[0].long()
+            count = self.entry.scales.shape[0 if self.entry.layout == "gptq" else -1]
+            if order.min() < 0 or order.max() >= count or (count > 1 and not order.any()):
+                raise InputError(
+                    f"{self.entry.order.file}: a group index of a weight is {int(order.min())} to {int(order.max())}; "
+                    f"expected indices of {count} groups. Use another checkpoint of this model"
+                )
+            return order[columns[0] : columns[1]]
         return torch.arange(*columns) // self.entry.block[1]
 
     def _small(self, entry: TensorEntry) -> Tensor:

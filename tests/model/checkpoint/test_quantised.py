@@ -193,7 +193,7 @@ def test_gptq_and_awq_are_those_of_their_libraries(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("scale_type", [torch.float32, torch.float8_e8m0fnu], ids=["float32", "powers of 2"])
 def test_fp8_blocks_are_those_of_transformers(scale_type: torch.dtype, tmp_path: Path) -> None:
-    """Of whole blocks. transformers takes the size of a block from the shapes, so it misreads a short last block."""
+    """Blocks are whole: transformers takes their size from the shapes, so it misreads a short last block."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     codes = torch.randn(96, 64, generator=torch.Generator().manual_seed(4)).to(torch.float8_e4m3fn)

@@ -14,6 +14,7 @@ before it reads it.
 from __future__ import annotations
 
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -76,6 +77,7 @@ class Coordinator:
         # microbatches smaller, never larger.
         self._most_tokens = max_tokens_of(policy, limits)
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._longrope_after = limits.longrope_after or sys.maxsize
         self._stop_rule = stop_rule
         self._clock = clock
         self._cost = CostRefiner(cost) if cost is not None else None
@@ -258,7 +260,7 @@ class Coordinator:
         """
         microbatch = self._inflight.popleft()
         assert result.index == microbatch.index, f"result {result.index} came instead of {microbatch.index}"
-        for index, epoch, start, num_tokens, _, _, _, _ in microbatch.chunks:
+        for index, epoch, start, num_tokens, *_ in microbatch.chunks:
             sequence = self._current(index, epoch)
             if sequence is not None:
                 sequence.done = start + num_tokens
@@ -298,7 +300,10 @@ class Coordinator:
             return self._finish(sequence, reason)
         if len(sequence.tokens) > self.pool.num_tokens:
             return self._finish(sequence, "error", "kv_cache_exhausted")
-        self._decodes[sequence.index] = sequence
+        if len(sequence.tokens) == self._longrope_after + 1:
+            self._requeue(sequence)  # transformers' `generate` drops its cache at the same length
+        else:
+            self._decodes[sequence.index] = sequence
         return None
 
     def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
@@ -320,7 +325,7 @@ class Coordinator:
         self._leave(sequence)
         output = tuple(sequence.tokens[sequence.num_prompt :])
         self._finished.append((sequence.num_prompt, len(output)))
-        return Completion(sequence.request, output, reason, sequence.epoch, first_bad, error_code)
+        return Completion(sequence.request, output, reason, sequence.num_preemptions, first_bad, error_code)
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones and free its pages."""
@@ -427,18 +432,22 @@ class Coordinator:
         return True
 
     def _preempt(self, victim: Sequence) -> None:
+        self._requeue(victim)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
         """Take the pages of a running sequence, and put it back into the queue, in order of arrival.
 
         When it starts again, all its known tokens are computed again, like a prompt.
         """
-        self._prefills.pop(victim.index, None)
-        self._decodes.pop(victim.index, None)
-        self._leave(victim)
-        victim.restart()
-        self.num_preemptions += 1
-        self._waiting_tokens += victim.known
-        place = sum(1 for waiting in self._waiting if waiting.index < victim.index)
-        self._waiting.insert(place, victim)
+        self._prefills.pop(sequence.index, None)
+        self._decodes.pop(sequence.index, None)
+        self._leave(sequence)
+        sequence.restart()
+        self._waiting_tokens += sequence.known
+        place = sum(1 for waiting in self._waiting if waiting.index < sequence.index)
+        self._waiting.insert(place, sequence)
 
     def _issue_decode(self, sequence: Sequence, new_pages: tuple[int, ...]) -> Chunk:
         """Issue the sequence's last known token as a chunk. Most chunks are decodes, so they have a fast path here."""
@@ -450,7 +459,8 @@ class Coordinator:
             self._prefills.pop(index, None)
         sampling = _new(SamplingRow, (start + 1, *sequence.draw))
         tokens = (sequence.tokens[start],)
-        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling))
+        is_long = start >= self._longrope_after
+        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
         """Take the pages that the sequence still needs for its first `end` tokens. They must be free."""
@@ -482,6 +492,7 @@ class Coordinator:
             token_ids=tuple(sequence.tokens[start - overlap : end]),
             new_pages=new_pages,
             sampling=SamplingRow(known, *sequence.draw) if end == known else None,
+            long_factors=known > self._longrope_after,
         )
 
     def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:

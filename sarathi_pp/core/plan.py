@@ -7,7 +7,7 @@ Text form, used in traces, logs and the expected schedules of tests:
       |  |  |   |     `- decodes
       |  |  |   `- tokens in the chunk
       |  |  `- position of the chunk's first token
-      |  `- sequence; `s3.1` is sequence 3 after one preemption (epoch 1)
+      |  `- sequence; `s3.1` is sequence 3 when it is computed a second time (epoch 1)
       `- index of the microbatch
 
 Chunk, SamplingRow and SampledToken are tuples. One of each is made for every token that is drawn, and making a tuple
@@ -58,11 +58,12 @@ class Chunk(NamedTuple):
 
     Attributes:
         sequence: index of the sequence's request.
-        epoch: number of preemptions of the sequence before this chunk was issued.
+        epoch: number of times that the sequence had lost its pages when this chunk was issued.
         start: position of the first token, from 0.
         token_ids: ids of the chunk's tokens.
         new_pages: ids of KV pages. The stages append them to the sequence's pages before they compute the chunk.
         sampling: None if the chunk does not reach the end of the known tokens, so that no next token is drawn.
+        long_factors: the rotary embeddings use the long factors (longrope). See Limits.longrope_after.
     """
 
     sequence: int
@@ -73,6 +74,7 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...] = ()
     new_pages: tuple[int, ...] = ()
     sampling: SamplingRow | None = None
+    long_factors: bool = False
 
     @property
     def end(self) -> int:
@@ -93,7 +95,7 @@ class MicroBatch:
     """The work that every stage runs at once: prefill chunks first, then decodes.
 
     Attributes:
-        freed: indexes of sequences that ended or were preempted. Before they run this microbatch, the stages drop the
+        freed: indexes of sequences that ended or lost their pages. Before they run this microbatch, the stages drop the
             lists of KV pages of these sequences.
         issued_s: time of issue in seconds, on the coordinator's clock.
         head_on_first: the first stage computes the LM head. The last stage sends it the rows (vectors of tokens) after

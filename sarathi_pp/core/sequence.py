@@ -24,11 +24,23 @@ class Sequence:
 
     Attributes:
         draw: the fields of a SamplingRow, except the position.
-        epoch: number of preemptions so far.
+        epoch: number of times that it lost its pages so far. Its known tokens are then computed again.
+        num_preemptions: number of preemptions among them.
         pages: ids of its KV pages, in the order of its tokens. Empty while it waits.
     """
 
-    __slots__ = ("request", "index", "num_prompt", "draw", "tokens", "done", "issued", "epoch", "pages")
+    __slots__ = (
+        "request",
+        "index",
+        "num_prompt",
+        "draw",
+        "tokens",
+        "done",
+        "issued",
+        "epoch",
+        "num_preemptions",
+        "pages",
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -44,6 +56,7 @@ class Sequence:
         self.done = 0
         self.issued = 0
         self.epoch = 0
+        self.num_preemptions = 0
         self.pages: list[int] = []
 
     @property
@@ -75,7 +88,7 @@ class Sequence:
             self.tokens = self.tokens[:]
 
     def restart(self) -> None:
-        """Forget all computed keys and values after a preemption.
+        """Forget all computed keys and values, and the pages.
 
         Chunks in flight carry the earlier epoch, so their results will be dropped.
         """

@@ -41,6 +41,9 @@ class Family:
             number of attention heads. A test compares kv_heads, head_dim and tied with transformers.
         head_dim: head_dim if config.json has none. None: hidden_size // number of attention heads.
         tied: tie_word_embeddings if config.json has none: the LM head uses the embedding's weight.
+        longrope_after: original_max_position_embeddings if config.json has none: the most tokens for which rotary
+            embeddings of the type longrope use the short factors. transformers' `generate` computes a longer sequence
+            again, with the long factors. None: it does not do so for this family, and longrope is refused.
         fixed_dynamic_rope: a rope of type "dynamic" with the key `alpha` is a fixed table. Without the key it depends
             on the longest sequence of a batch, as in other families, and is refused.
         widths: names in config.json of the sizes that tensor parallelism divides among ranks, besides the numbers of
@@ -65,6 +68,7 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
+    longrope_after: int | None = None
     fixed_dynamic_rope: bool = False
     widths: tuple[str, ...] | None = None
 
@@ -103,7 +107,7 @@ _ALL = (
         tied=True,
         widths=_DENSE,
     ),
-    Family(architecture="Phi3ForCausalLM", model_type="phi3", windows="every"),
+    Family(architecture="Phi3ForCausalLM", model_type="phi3", windows="every", longrope_after=4096),
     Family(architecture="Olmo2ForCausalLM", model_type="olmo2"),
     Family(architecture="GraniteForCausalLM", model_type="granite", once=("embedding_multiplier",), widths=_DENSE),
     Family(architecture="CohereForCausalLM", model_type="cohere", tied=True),

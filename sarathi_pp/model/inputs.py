@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Added to the positions of rows whose rotary embeddings use the long factors. It is larger than any position.
+LONG_FACTORS = 1 << 32
+
 
 class Span(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, and the pages that hold [0, start + num_tokens).
@@ -28,12 +31,14 @@ class Span(NamedTuple):
         prompt: the tokens belong to a prompt. This matters for a span of one token. Some backends sum the attention of
             a decode in another order than that of a chunk. They sum a prompt's token as in a chunk, so that its bits do
             not depend on how the prompt was cut into chunks.
+        long_factors: the rotary embeddings use the long factors (longrope).
     """
 
     start: int
     num_tokens: int
     pages: Sequence[int]
     prompt: bool = False
+    long_factors: bool = False
 
 
 class SpanRows(NamedTuple):
@@ -71,7 +76,8 @@ class StageInputs(NamedTuple):
     They are equal on all stages.
 
     Attributes:
-        position_ids: (T,) int64, index of each row's token in its sequence.
+        position_ids: (T,) int64, index of each row's token in its sequence. LONG_FACTORS is added if the rotary
+            embedding of the row uses the long factors.
         write_pages: (T,) int64, id of the page to which each row's key and value are written.
         write_offsets: (T,) int64, index of the row's token within that page.
         logit_rows: (n,) int64, indices of the rows whose logits are wanted.
@@ -178,7 +184,7 @@ class _Layout(NamedTuple):
     full of weights. Two dozen operations on small numpy arrays then take 1.5 times as long as these loops.
 
     Attributes:
-        positions: position of each row's token in its sequence.
+        positions: position_ids of StageInputs.
         write_pages: see StageInputs.
         write_offsets: see StageInputs.
         pages: see StageInputs.
@@ -195,19 +201,20 @@ class _Layout(NamedTuple):
     def of(cls, spans: Sequence[Span], page_size: int) -> _Layout:
         positions, write_pages, write_offsets, pages = array("q"), array("q"), array("q"), array("q")
         used: list[int] = []
-        for at, num_tokens, table, _ in spans:
+        for at, num_tokens, table, _, long_factors in spans:
             end = at + num_tokens
+            shift = LONG_FACTORS if long_factors else 0
             needed = -(-end // page_size)
             assert num_tokens > 0 and at >= 0, f"span {at}+{num_tokens} has no tokens"
             assert len(table) >= needed, f"{at}+{num_tokens} needs {needed} pages, has {len(table)}"
             used.append(needed)
             pages.extend(table[:needed])
             if num_tokens == 1:  # most spans have one token
-                positions.append(at)
+                positions.append(at + shift)
                 write_pages.append(table[needed - 1])
                 write_offsets.append(at % page_size)
                 continue
-            positions.extend(range(at, end))
+            positions.extend(range(at + shift, end + shift))
             while at < end:
                 offset = at % page_size
                 count = min(page_size - offset, end - at)
@@ -224,7 +231,7 @@ class _Layout(NamedTuple):
         """
         made: list[SpanRows] = []
         first_row = first_page = 0
-        for (start, num_tokens, _, prompt), used in zip(spans, self.used, strict=True):
+        for (start, num_tokens, _, prompt, _), used in zip(spans, self.used, strict=True):
             made.append(SpanRows(start, num_tokens, first_row, first_page, used, page_ids, prompt))
             first_row += num_tokens
             first_page += used

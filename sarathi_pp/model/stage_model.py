@@ -47,6 +47,7 @@ from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.long_rotary import use_long_rotary
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
@@ -212,6 +213,7 @@ def load_stage(
     count = count or ReadCount()
     module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
+    use_long_rotary(module.get_submodule(family.base))
     use_bare_model(module, family.base)
     windows = layer_windows(config, family)
     lm_head = bare_lm_head(module, family.lm_head)

@@ -163,7 +163,7 @@ class Rank:
         run = self.run
         policy = parse_policy(run.policy)
         return Engine(
-            limits_of(run),
+            limits_of(run, self.checked.facts.longrope_after),
             policy.make(),
             self._pipeline.runner,
             self._pipeline.upstream,

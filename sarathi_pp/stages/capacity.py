@@ -229,8 +229,12 @@ def resolve_limits(
     )
 
 
-def limits_of(run: ResolvedRun) -> Limits:
-    """Return the limits that scheduling needs, taken from a resolved run."""
+def limits_of(run: ResolvedRun, longrope_after: int | None = None) -> Limits:
+    """Return the limits that scheduling needs, taken from a resolved run.
+
+    Args:
+        longrope_after: see Limits.
+    """
     return Limits(
         num_stages=run.num_stages,
         chunk_size=run.chunk_size,
@@ -239,4 +243,5 @@ def limits_of(run: ResolvedRun) -> Limits:
         page_size=run.page_size,
         num_pages=run.num_pages,
         inflight=run.inflight,
+        longrope_after=longrope_after,
     )

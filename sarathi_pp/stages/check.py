@@ -214,10 +214,14 @@ class _Stage:
             tables.append(range(num_pages, num_pages + needed))
             num_pages += needed
         facts = self._facts
+        longrope_after = facts.longrope_after or facts.max_position_embeddings
         kv = KVShard(self._layers, num_pages, _PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.float32, _CPU)
         outputs: list[list[Tensor]] = [[] for _ in prompts]
         for microbatch in _microbatches([len(prompt) for prompt in prompts]):
-            spans = [Span(first, end - first, tables[index]) for index, first, end in microbatch]
+            spans = [
+                Span(first, end - first, tables[index], long_factors=len(prompts[index]) > longrope_after)
+                for index, first, end in microbatch
+            ]
             num_rows = sum(span.num_tokens for span in spans)
             inputs = build_inputs(spans, range(num_rows), _PAGE_SIZE, _CPU)
             rows = torch.cat([prompts[index][first:end] for index, first, end in microbatch])

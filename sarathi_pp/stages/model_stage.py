@@ -376,7 +376,7 @@ class ModelStage:
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
         spans, ids = [], array("q")
-        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _ in microbatch.chunks:
+        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _, long_factors in microbatch.chunks:
             table = tables.get(sequence)
             if table is None:
                 table = tables[sequence] = array("q")
@@ -386,7 +386,7 @@ class ModelStage:
                         f"{microbatch} brings the KV pages {new_pages}; this stage has the pages 0 to {num_pages - 1}"
                     )
                 table.extend(new_pages)
-            spans.append(Span(start, num_tokens, table, not decode))
+            spans.append(Span(start, num_tokens, table, not decode, long_factors))
             ids.extend(token_ids)
         return spans, ids
 

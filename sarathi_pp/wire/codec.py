@@ -23,14 +23,15 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, S
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
-VERSION = 10
+VERSION = 11
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
-# The legal flags of a chunk. Bit 0: it is a decode. Bit 1: a token is drawn after it.
-_FLAGS = frozenset(range(4))
+# The legal flags of a chunk. Bit 0: it is a decode. Bit 1: a token is drawn after it. Bit 2: its rotary embeddings use
+# the long factors.
+_FLAGS = frozenset(range(8))
 _TRAILER = struct.Struct("<Q")
 TRAILER_BYTES = _TRAILER.size
 # Untouched memory holds 0. With this mark, no trailer of a frame is 0.
@@ -254,8 +255,13 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     integers = [m.index, int(frame.short), int(m.head_on_first), len(m.chunks), len(m.freed), len(frame.bad), *bad]
     if not m.chunks:
         return [*integers, *m.freed], reals
-    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling = zip(*m.chunks, strict=True)
-    flags = [decode | (row is not None) << 1 for decode, row in zip(decodes, sampling, strict=True)]
+    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long = zip(
+        *m.chunks, strict=True
+    )
+    flags = [
+        decode | (row is not None) << 1 | is_long << 2
+        for decode, row, is_long in zip(decodes, sampling, are_long, strict=True)
+    ]
     integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
     integers += map(len, new_pages)
@@ -293,7 +299,7 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     at += num_freed
     token_ids, at = _cut(integers, at, num_ids)
     new_pages, at = _cut(integers, at, num_pages)
-    drawn = [flag > 1 for flag in flags]
+    drawn = [flag & 2 > 0 for flag in flags]
     num_rows = sum(drawn)
     num_times = 2 * reals[1]
     if not num_times >= 0 or len(integers) != at + 3 * num_rows or len(reals) != 2 + num_times + 3 * num_rows:
@@ -307,8 +313,10 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     row_fields = zip(positions, temperatures, top_ks, top_ps, min_ps, seeds, strict=True)
     rows = map(SamplingRow._make, row_fields)
     sampling = [next(rows) if draws else None for draws in drawn]
-    decodes = [flag % 2 == 1 for flag in flags]
-    chunk_fields = zip(sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, strict=True)
+    decodes = [flag & 1 > 0 for flag in flags]
+    are_long = [flag & 4 > 0 for flag in flags]
+    columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long
+    chunk_fields = zip(*columns, strict=True)
     chunks = tuple(map(Chunk._make, chunk_fields))
     microbatch = MicroBatch(index, chunks, tuple(freed), reals[0], _flag(head_on_first))
     return MicroBatchFrame(microbatch, _stage_times(reals[2:first]), bad, _flag(short))

@@ -56,6 +56,7 @@ class StandInPipeline:
         self.limits = limits
         self.tables: dict[int, list[int]] = {}
         self.written: dict[int, int] = {}
+        self.long_factors: dict[int, bool] = {}
 
     def run(self, microbatch) -> StepResult:
         for index in microbatch.freed:
@@ -67,10 +68,15 @@ class StandInPipeline:
             table.extend(chunk.new_pages)
             assert chunk.start <= self.written.get(chunk.sequence, 0)
             self.written[chunk.sequence] = chunk.end
+            if chunk.start == 0:
+                self.long_factors[chunk.sequence] = chunk.long_factors
+            assert self.long_factors[chunk.sequence] == chunk.long_factors, "two sets of factors in one sequence"
             assert len(chunk.token_ids) == chunk.num_tokens
             assert len(table) == -(-chunk.end // self.limits.page_size)
             if chunk.sampling is not None:
                 assert chunk.sampling.position == chunk.end
+                after = self.limits.longrope_after
+                assert chunk.long_factors == (after is not None and chunk.end > after)
                 tokens.append(SampledToken(chunk.sequence, chunk.epoch, drawn_token(chunk.sequence, chunk.end)))
         held = [page for table in self.tables.values() for page in table]
         assert len(held) == len(set(held)), "a page with two owners"

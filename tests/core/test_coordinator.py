@@ -104,6 +104,39 @@ def test_an_answer_is_that_of_an_unlimited_kv_cache_or_an_error(
     assert coordinator.pool.num_free == limits.num_pages and not coordinator.waiting_tokens
 
 
+@settings(max_examples=examples(150))
+@given(
+    shapes=requests_strategy(max_prompt=40),
+    spec=st.sampled_from([*POLICIES]),
+    stages=st.integers(1, 4),
+    chunk_size=st.sampled_from([1, 7, 16]),
+    max_num_seqs=st.integers(1, 9),
+    longrope_after=st.integers(1, 48),
+    slack=st.integers(0, 10),
+)
+def test_a_sequence_that_outgrows_the_short_factors_is_computed_again(
+    shapes, spec, stages, chunk_size, max_num_seqs, longrope_after, slack
+):
+    limits = Limits(stages, chunk_size, max_num_seqs, 48, 4, 10 + slack, stages, longrope_after)
+    coordinator = Coordinator(limits, make_policy(spec), eos_token_ids=[EOS])
+    requests = [
+        Request(i, tuple(range(prompt)), SamplingParams(max_new_tokens=new, ignore_eos=ignore, seed=i))
+        for i, (prompt, new, ignore, _) in enumerate(shapes)
+    ]
+    done, schedule = drive(coordinator, requests, sorted(shape[3] for shape in shapes))
+    for request in requests:
+        check_answer(done[request.index], limits)
+    assert coordinator.pool.num_free == limits.num_pages
+    if not coordinator.num_preemptions and spec != "chunkllm":  # its chunks overlap
+        expected = 0
+        for request in requests:
+            prompt, output = len(request.prompt_token_ids), len(done[request.index].token_ids)
+            computed = prompt + output - 1
+            outgrows = prompt <= longrope_after < computed
+            expected += (computed + outgrows * longrope_after) if output else 0
+        assert sum(m.num_tokens for m in schedule) == expected
+
+
 def test_a_waiting_prompt_is_held_once_in_four_bytes_a_token():
     """2,048 prompts of 131,072 tokens are 1 GiB of array. A second copy, or Python's numbers, would be several."""
     limits = Limits(8, 2048, 512, 140_000, 16, 10**5, 8)

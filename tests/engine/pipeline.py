@@ -159,7 +159,8 @@ def run_pipeline(
     facts, models = stage_models(directory, stages, dtype, layer_split)
     inflight = inflight or stages
     clock = SystemClock()
-    limits = Limits(stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight)
+    sizes = stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight
+    limits = Limits(*sizes, facts.longrope_after)
     edges = [QueueChannel(clock, inflight + 1) for _ in range(stages)]
     recorders = [ListRecorder() for _ in range(stages)]
     runners = []

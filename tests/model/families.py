@@ -265,6 +265,19 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
             },
         )
     ),
+    # Some prompts are shorter than the original length, some are longer, and some become longer with their output.
+    "phi3_longrope": lambda: t.Phi3Config(
+        **_sizes(
+            original_max_position_embeddings=30,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+            },
+        )
+    ),
     "ministral": lambda: t.MinistralConfig(**_sizes(head_dim=16, sliding_window=WINDOW, layer_types=_MIXED)),
     # Queries grow with their position, in steps of 16 tokens.
     "ministral3": lambda: t.Ministral3Config(
@@ -451,6 +464,7 @@ _SCALES: dict[str, tuple[float, float]] = {
     "gemma2": (1.5, 0.05),
     "gemma3_text": (1.5, 0.3),
     "phi3": (1.5, 1.0),
+    "phi3_longrope": (1.5, 1.0),
     "olmo2": (1.5, 2.0),
     "granite": (1.5, 0.2),
     "cohere": (2.0, 0.2),

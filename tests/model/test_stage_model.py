@@ -104,7 +104,8 @@ def run_schedule(
             first, end = start[name], start[name] + num_tokens
             while len(tables[name]) * PAGE_SIZE < end:
                 tables[name].append(next(pages))
-            spans.append(Span(first, num_tokens, tuple(tables[name])))
+            is_long = facts.longrope_after is not None and LENGTHS[name] > facts.longrope_after
+            spans.append(Span(first, num_tokens, tuple(tables[name]), long_factors=is_long))
             ids.append(tokens[name][first:end])
             places += [(name, position) for position in range(first, end)]
             start[name] = end

@@ -21,6 +21,7 @@ chunks = st.builds(
     ids,
     ids,
     st.none() | rows,
+    st.booleans(),
 )
 microbatches = st.builds(
     MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals, st.booleans()

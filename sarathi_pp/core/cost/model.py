@@ -44,7 +44,7 @@ class Load:
         prefill_tokens = decodes = decode_context = 0
         prefill_attention = 0.0
         for chunk in microbatch.chunks:
-            _, _, start, num_tokens, decode, _, _, _ = chunk
+            _, _, start, num_tokens, decode, *_ = chunk
             if decode:
                 decodes += 1
                 decode_context += start + num_tokens

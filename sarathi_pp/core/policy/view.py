@@ -50,6 +50,9 @@ class Limits:
         page_size: tokens per page of the KV cache.
         num_pages: pages of the KV cache. Every stage has room for all of them.
         inflight: most microbatches in flight at once.
+        longrope_after: most tokens for which a sequence's rotary embeddings use the short factors (longrope). A
+            sequence that becomes longer waits again, and all its tokens are computed with the long factors. None: the
+            embeddings do not depend on the length.
     """
 
     num_stages: int
@@ -59,6 +62,7 @@ class Limits:
     page_size: int
     num_pages: int
     inflight: int
+    longrope_after: int | None = None
 
     @property
     def max_decodes(self) -> int:

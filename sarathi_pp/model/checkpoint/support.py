@@ -41,10 +41,13 @@ from sarathi_pp.model.checkpoint.surplus import refuse_types, surplus_note
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
 
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Dynamic and longrope rotate by the longest position of the whole batch. So a sequence's result would depend on the
-# sequences it is batched with. The other types are fixed tables.
+# These types are fixed tables. Dynamic and longrope depend on the longest position of the whole batch in transformers.
+# So a sequence's result would depend on the sequences it is batched with. For longrope, see Family.longrope_after.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# In a family with longrope, transformers reads yarn as an old name of it.
+_LONGROPE = ("longrope", "yarn")
 # Bytes per tensor that the fingerprint covers.
 _SAMPLE_BYTES = 256
 # No kernel here computes in float64. float32 is precise enough for a language model's weights.
@@ -66,6 +69,8 @@ class ModelFacts:
         softcap: attention bounds its scores by a soft cap.
         sinks: attention has sinks: one more logit per head in the softmax, without a key or a value.
         lm_head_size: number of inputs of the LM head; None if it is hidden_size.
+        longrope_after: most tokens for which a sequence's rotary embeddings use the short factors; None if there is
+            one table for all lengths. See Limits.longrope_after.
         quantised: how the stored weights are quantised, for the user; None if they are not.
         note: a sentence about what is not used as it is stored; None if there is nothing to say.
     """
@@ -85,6 +90,7 @@ class ModelFacts:
     softcap: bool = False
     sinks: bool = False
     lm_head_size: int | None = None
+    longrope_after: int | None = None
     quantised: str | None = None
     note: str | None = None
 
@@ -253,7 +259,17 @@ def _find_features(config: ConfigFile, family: Family) -> dict[str, Any]:
         "softcap": family.softcap is not None and config.values.get(family.softcap, True) is not None,
         "sinks": family.sinks,
         "lm_head_size": config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
+        "longrope_after": _longrope_after(config, family),
     }
+
+
+def _longrope_after(config: ConfigFile, family: Family) -> int | None:
+    """Return ModelFacts.longrope_after."""
+    settings = (config.values.get(key) for key in _ROPE_KEYS)
+    types = {rope_type for setting in settings for rope_type in _rope_types(setting)}
+    if family.longrope_after is None or types.isdisjoint(_LONGROPE):
+        return None
+    return config.optional_size("original_max_position_embeddings", family.longrope_after)
 
 
 def check_shards(directory: Path, size: int) -> None:
@@ -336,10 +352,12 @@ def _named_dtype(config: ConfigFile) -> str | None:
 
 
 def _refuse_rope(config: ConfigFile, family: Family) -> None:
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in _ROPE_KEYS:
         settings = config.values.get(key)
         fixed = family.fixed_dynamic_rope and isinstance(settings, Mapping) and settings.get("alpha")
         for rope_type in _rope_types(settings):
+            if family.longrope_after is not None and rope_type in _LONGROPE:
+                continue
             if rope_type not in _ROPE_TYPES and not (fixed and rope_type == "dynamic"):
                 raise config.refuse(
                     f"rope type {rope_type!r} in {key} is not one of {', '.join(_ROPE_TYPES)}: it would make a "

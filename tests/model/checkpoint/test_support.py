@@ -180,6 +180,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     "old rope key": ({"rope_scaling": {"type": "longrope"}}, "longrope"),
     "oldest longrope": ({"rope_scaling": {"type": "su"}}, "su"),
+    "oldest longrope of Phi-3": (
+        {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_scaling": {"type": "su"}},
+        "su",
+    ),
     "both rope keys": ({"rope_scaling": {"rope_type": "default", "type": "dynamic"}}, "dynamic"),
     "rope per layer type": (
         {
@@ -202,6 +206,30 @@ def test_what_is_not_proven_is_refused_in_a_line(case: str, write: Write) -> Non
         check_model(write(**changed))
     assert caught.value.exit_code == 2
     assert len(str(caught.value)) < 330
+
+
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+FACTORS = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("name", [{"type": "yarn"}, {"type": "longrope"}, {"rope_type": "longrope"}])
+@pytest.mark.parametrize("top, within", [(64, None), (None, 64), (64, 32), (None, None)])
+def test_phi3_has_short_factors_up_to_the_length_of_transformers(
+    write: Write, key: str, name: dict[str, str], top: int | None, within: int | None
+) -> None:
+    """A length at the top of config.json goes before one among the factors, which transformers ignores."""
+    changed = {**PHI3, key: {**name, **FACTORS}}
+    if within is not None:
+        changed[key]["original_max_position_embeddings"] = within
+    if top is not None:
+        changed["original_max_position_embeddings"] = top
+    path = write(**changed)
+    _, config = load_config(path)
+    assert config.rope_parameters["rope_type"] == "longrope"
+    assert check_model(path).longrope_after == config.rope_parameters["original_max_position_embeddings"]
+    assert check_model(write()).longrope_after is None
+    assert check_model(write(**PHI3)).longrope_after is None
 
 
 HUNYUAN = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}

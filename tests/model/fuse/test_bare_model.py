@@ -29,7 +29,7 @@ PAGE_SIZE = 16
 LIKE_LLAMA = {"llama", "mistral", "qwen2", "qwen3"}
 WITH_BARE_MODEL = LIKE_LLAMA | {
     *("apertus", "arcee", "cohere", "ernie4_5", "glm", "glm4", "helium", "hunyuan_v1_dense"),
-    *("jais2", "ministral3", "olmo", "olmo2", "phi3", "seed_oss", "smollm3"),
+    *("jais2", "ministral3", "olmo", "olmo2", "phi3", "phi3_longrope", "seed_oss", "smollm3"),
 }
 # Older releases of transformers give these the base model of Llama, newer ones another that returns router logits.
 WITH_EITHER = {"dots1", "glm4_moe", "hunyuan_v1_moe", "solar_open"}

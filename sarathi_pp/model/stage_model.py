@@ -38,9 +38,10 @@ from sarathi_pp.model.checkpoint.entries import weight_entries
 from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
+from sarathi_pp.model.checkpoint.stored_tensor import Weight
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.checkpoint.weights import Weight, stage_tensors
+from sarathi_pp.model.checkpoint.weights import stage_tensors
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers

@@ -11,7 +11,7 @@ from transformers import core_model_loading
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model import stage_model as slices
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.weights import StoredTensor
+from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from tests.commands.processes import Files
 from tests.faults.jobs import fault, started
 from tests.model.families import NUM_LAYERS, write_checkpoint

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from sarathi_pp.errors import ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.spec import AttentionSpecs
+from sarathi_pp.model.checkpoint.stored_tensor import BLOCK_BYTES
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.checkpoint.weights import BLOCK_BYTES
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.packed_linear import PackedLinear
 from sarathi_pp.model.inputs import Span, build_inputs

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import ConfigError, UnsupportedModelError
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint import weights
+from sarathi_pp.model.checkpoint import stored_tensor
 from sarathi_pp.model.checkpoint.files import SINGLE_FILE, open_checkpoint
+from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.model.checkpoint.support import check_model, check_shards
-from sarathi_pp.model.checkpoint.weights import Cut, ReadCount, StoredTensor
+from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm
@@ -251,7 +252,7 @@ def test_parts_are_slices(
     shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds also if conversion is by blocks that end inside a piece."""
-    monkeypatch.setattr(weights, "BLOCK_BYTES", 28)
+    monkeypatch.setattr(stored_tensor, "BLOCK_BYTES", 28)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     save_file({"a": tensor}, tmp_path / SINGLE_FILE)
     entry = open_checkpoint(tmp_path).tensors["a"]

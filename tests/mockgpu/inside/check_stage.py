@@ -14,7 +14,7 @@ import torch
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
-from sarathi_pp.model.checkpoint.weights import StoredTensor
+from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.memory import give_back

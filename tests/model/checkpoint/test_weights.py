@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError
-from sarathi_pp.model.checkpoint import weights
+from sarathi_pp.model.checkpoint import stored_tensor
 from sarathi_pp.model.checkpoint.files import INDEX_FILE, SINGLE_FILE, open_checkpoint, safe_path
-from sarathi_pp.model.checkpoint.weights import ReadCount, StoredTensor, stage_tensors
+from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
+from sarathi_pp.model.checkpoint.tensor_file import ReadCount
+from sarathi_pp.model.checkpoint.weights import stage_tensors
 from sarathi_pp.model.families import FAMILIES
 
 LLAMA = FAMILIES["LlamaForCausalLM"]
@@ -77,7 +79,7 @@ def test_reading_equals_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_large_tensors_are_converted_while_they_are_read(
     stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(stored_tensor, "BLOCK_BYTES", 64)
     generator = torch.Generator().manual_seed(0)
     tensors = {str(n): (9 * torch.randn(n, 3, generator=generator)).to(stored) for n in (0, 1, 5, 6, 10, 16, 33)}
     save_file(tensors, tmp_path / SINGLE_FILE)

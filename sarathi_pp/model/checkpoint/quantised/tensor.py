@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -21,52 +20,23 @@ from sarathi_pp.model.checkpoint.quantised.unpack import (
     unpack_rows,
     unpack_words,
 )
-from sarathi_pp.model.checkpoint.tensor_file import Arrived, Cut, Range, ReadCount, on_device, read_box
+from sarathi_pp.model.checkpoint.stored_tensor import Weight
+from sarathi_pp.model.checkpoint.tensor_file import Range, ReadCount, read_box
 
 # Values that are unpacked at a time. The threads of transformers' loader unpack several weights at once.
 _BLOCK_VALUES = 1 << 17
 _WORD_BITS = 32
 
 
-class QuantisedTensor:
-    """A quantised weight that is still in its file. `[...]` reads it, and returns it as floats in new memory.
+class QuantisedTensor(Weight):
+    """A quantised weight. Reading it returns floats. Only a block of the codes is in memory at a time."""
 
-    Only a block of the codes is in memory at a time. See StoredTensor for the arguments.
-    """
-
-    def __init__(
-        self,
-        entry: QuantisedEntry,
-        count: ReadCount,
-        dtype: torch.dtype,
-        cut: Cut | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self._entry = entry
-        self._count = count
-        self._dtype = dtype
-        self._cut = cut
-        self._device = device
-        self.shape = entry.shape if cut is None else cut.of(entry.shape)
-
-    def cut(self, cut: Cut) -> QuantisedTensor:
-        """Return a part of the weight. Of the codes, only those of the part are read."""
-        assert self._cut is None, "cut once"
-        return QuantisedTensor(self._entry, self._count, self._dtype, cut, self._device)
+    _entry: QuantisedEntry
 
     def num_stored_bytes(self) -> int:
-        """Return the number of bytes to read from the file."""
         codes, *others = self._entry.parts
         share = math.prod(self.shape) / max(1, math.prod(self._entry.shape))
         return round(codes.num_bytes * share) + sum(part.num_bytes for part in others)
-
-    def num_bytes(self) -> int:
-        """Return the number of bytes that it takes in memory, as floats."""
-        return math.prod(self.shape) * self._dtype.itemsize
-
-    def __getitem__(self, everything: EllipsisType) -> Tensor | Arrived:
-        """Return the whole weight. Raise InputError if its parts do not agree, or the file is shorter than before."""
-        return on_device(self.read(), self._device)
 
     def read(self) -> Tensor:
         """Return the weight in host memory, in the dtype of the run."""

@@ -26,7 +26,7 @@ from sarathi_pp.model.checkpoint import support
 from sarathi_pp.model.families import FAMILIES, Family
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.loader import load_stage
 
 # Granite SWA names its parts as Llama does: `model.embed_tokens`, `model.layers`, `model.norm`, `lm_head`. These are
 # the defaults. Layers of the type sliding_attention in `layer_types` see a window. The model multiplies its input by

@@ -27,19 +27,20 @@ from one_stage import CPU, TURNS, Extents, Replaced, Stage, load, on_one_core, r
 from record import Record, spread
 
 from sarathi_pp.bench.machine import stolen
-from sarathi_pp.model import stage_model
+from sarathi_pp.model import loader
 from sarathi_pp.model.attention import numba
 from sarathi_pp.model.fuse import packed_linear, rewrite
-from sarathi_pp.model.stage_model import LMHead, load_lm_head
+from sarathi_pp.model.loader import load_lm_head
+from sarathi_pp.model.stage_model import LMHead
 
 ALL = "all"
 # For each variant without a kernel, the replacements in the package while its stage is loaded and computes.
 WITHOUT: dict[str, Replaced] = {
     ALL: (),
-    "one call of all layers": ((stage_model, "compile_layers", lambda layers: False),),
+    "one call of all layers": ((loader, "compile_layers", lambda layers: False),),
     "fused layers": ((rewrite, "_part", lambda kit, child: None), (rewrite, "_layer", lambda child: None)),
     "own products and fused layers": ((rewrite, "has_gemm", bool), (packed_linear, "has_gemm", bool)),
-    "packed weights and fused layers": ((stage_model, "fuse", lambda module: 0),),
+    "packed weights and fused layers": ((loader, "fuse", lambda module: 0),),
     "the choice of tiles": ((packed_linear, "_most_high_rows", lambda linears, now: 112),),
     "own attention of chunks and decodes": (),
     "registers in attention": ((numba.NumbaAttention, "fits_simd", lambda self, kv: False),),
@@ -49,8 +50,8 @@ HEAD_ROWS = 16
 WITHOUT_OF_HEAD: dict[str, Replaced] = {
     ALL: (),
     "a bare head": (
-        (stage_model, "use_bare_model", lambda module, name: False),
-        (stage_model, "bare_lm_head", lambda module, name: None),
+        (loader, "use_bare_model", lambda module, name: False),
+        (loader, "bare_lm_head", lambda module, name: None),
     ),
 }
 

@@ -19,7 +19,8 @@ from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.inputs import Span, StageInputs, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.model.loader import load_stage
+from sarathi_pp.model.stage_model import StageModel
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

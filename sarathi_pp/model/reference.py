@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.stage_model import load_reference
+from sarathi_pp.model.loader import load_reference
 
 
 class Reference:

@@ -28,8 +28,8 @@ from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.reference import Reference
-from sarathi_pp.model.stage_model import load_stage, stage_bytes
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.text.tokenizer import Tokenizer
 

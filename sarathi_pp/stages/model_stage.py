@@ -26,9 +26,10 @@ from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.sampling import sample
-from sarathi_pp.model.stage_model import LMHead, StageModel, load_lm_head, load_stage, stage_bytes
+from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import (
     DeviceMemory,

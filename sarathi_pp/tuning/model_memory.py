@@ -103,7 +103,7 @@ class Weights:
 
     def stored_bytes(self, layers: Span) -> int | None:
         """Return the bytes that are read from files for the layers [first, end); None if the files are not known."""
-        from sarathi_pp.model.stage_model import stage_stored_bytes  # takes seconds
+        from sarathi_pp.model.loader import stage_stored_bytes  # takes seconds
 
         if self.model.from_config:
             return None
@@ -122,7 +122,7 @@ class Weights:
         return sums
 
     def _stage_bytes(self, layers: Span) -> int:
-        from sarathi_pp.model.stage_model import stage_bytes  # takes seconds
+        from sarathi_pp.model.loader import stage_bytes  # takes seconds
 
         shard = TensorShard(0, self.shards, _no_sum)
         return stage_bytes(self.model.directory, layers, self.dtype, shard, self.model.checkpoint)

@@ -24,7 +24,8 @@ from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import LMHead, load_lm_head, load_stage
+from sarathi_pp.model.loader import load_lm_head, load_stage
+from sarathi_pp.model.stage_model import LMHead
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.trace.clock import Clock, SystemClock

@@ -9,7 +9,7 @@ import torch
 from transformers import core_model_loading
 
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model import stage_model as slices
+from sarathi_pp.model import loader
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from tests.commands.processes import Files
@@ -39,7 +39,7 @@ def test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused(what, 
     """The check comes before loading; the figures of needed and available memory are those of the host."""
     files = Files(tmp_path)
     files.write_prompts([(5, 6)])
-    needed = sum(slices.stage_bytes(model, layers, torch.float32) for layers in ((0, 3), (3, NUM_LAYERS)))
+    needed = sum(loader.stage_bytes(model, layers, torch.float32) for layers in ((0, 3), (3, NUM_LAYERS)))
     free = needed - 1 if what == "weights" else needed + 1
     with started(files, model, "--stages", "2", "--dtype", "float32", **fault(1, "full", free)) as run:
         said = run.end()
@@ -52,7 +52,7 @@ def test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused(what, 
 
 def load(model, room_bytes: int | None) -> None:
     backend = choose_backend("sdpa", CPU, 16)
-    slices.load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, CPU, backend, room_bytes)
+    loader.load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, CPU, backend, room_bytes)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(model, monkeypatch):

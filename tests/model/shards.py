@@ -17,7 +17,8 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.model.loader import load_stage
+from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import TensorShard
 from tests.machine import patient
 

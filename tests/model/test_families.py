@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sarathi_pp.model.stage_model import _has_experts
+from sarathi_pp.model.loader import _has_experts
 from tests.model.families import BRIEF, FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, build_model
 
 # The least change of the logits, as a share of the largest one. Slices must be as near as 1e-5.

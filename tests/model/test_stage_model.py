@@ -24,7 +24,8 @@ from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.packed_linear import PackedLinear
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import LMHead, StageModel, layer_windows, load_lm_head, load_stage
+from sarathi_pp.model.loader import layer_windows, load_lm_head, load_stage
+from sarathi_pp.model.stage_model import LMHead, StageModel
 from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, thinned, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -425,10 +426,10 @@ import ctypes, sys
 from pathlib import Path
 import torch
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model import stage_model
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model import loader
+from sarathi_pp.model.loader import load_stage
 
-stage_model.fuse = lambda module: 0  # loading alone: what packing leaves to the allocator is not the loader's
+loader.fuse = lambda module: 0  # loading alone: what packing leaves to the allocator is not the loader's
 
 def kib(name):
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(name))

@@ -25,7 +25,7 @@ from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm
 from sarathi_pp.model.inputs import Span, build_inputs
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.loader import load_stage
 from sarathi_pp.model.tensor_parallel import Split, Summed, TensorShard
 from tests.machine import patient
 from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, thinned, write_checkpoint
@@ -391,7 +391,7 @@ import torch.distributed as dist
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.loader import load_stage
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.tensor_parallel import TensorShard
 

@@ -12,7 +12,7 @@ import torch
 
 from sarathi_pp.cli.main import main
 from sarathi_pp.errors import InputError, PartitionError
-from sarathi_pp.model import stage_model
+from sarathi_pp.model import loader
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages import check
 from sarathi_pp.stages.check import ModelCheck, check_stages, read_prompts
@@ -77,7 +77,7 @@ def test_a_doubled_weight_is_found_in_its_layer(saved: Saved, room: float, monke
 
 
 def test_a_changed_rope_factor_is_found(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, load, load_config = saved("llama"), check.load_stage, stage_model.load_config
+    directory, load, load_config = saved("llama"), check.load_stage, loader.load_config
 
     def other_factor(directory: Path) -> Any:
         family, config = load_config(directory)
@@ -86,7 +86,7 @@ def test_a_changed_rope_factor_is_found(saved: Saved, room: float, monkeypatch: 
 
     def load_wrong(*how: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(stage_model, "load_config", other_factor)
+            patch.setattr(loader, "load_config", other_factor)
             return load(*how)
 
     monkeypatch.setattr(check, "load_stage", load_wrong)

@@ -15,7 +15,8 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.model.attention import Needs, choose_backend
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.model.loader import load_stage
+from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.stages import working_memory
 from sarathi_pp.stages.capacity import resolve_limits
 from sarathi_pp.stages.working_memory import LargestMicrobatch, measure_working_bytes

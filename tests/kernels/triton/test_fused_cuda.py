@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sarathi_pp.model import stage_model as slices
+from sarathi_pp.model import loader
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.attention.triton import TritonAttention
@@ -23,7 +23,8 @@ from sarathi_pp.model.fuse.cpu_modules import Block
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, layer_windows
+from sarathi_pp.model.loader import layer_windows
+from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed, TensorShard
 from sarathi_pp.model.triton_available import has_kernels
 from sarathi_pp.stages.model_stage import ModelStages
@@ -125,7 +126,7 @@ def test_tensor_shards_add_up_behind_fused_products(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama's tiny model has biases after the sums."""
-    monkeypatch.setattr(slices, "fuse", partial(fuse, by_kernels=True))
+    monkeypatch.setattr(loader, "fuse", partial(fuse, by_kernels=True))
     model = write_checkpoint(family, tmp_path)
     layers = (0, model.config.num_hidden_layers)
     gang = load_gang(tmp_path, check_model(tmp_path), layers, 2, PAGE_SIZE, 6, backend="sdpa")

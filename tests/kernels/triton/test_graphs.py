@@ -26,7 +26,8 @@ from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.graphs import Shape, StageGraphs, graph_shapes, graph_sizes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.model.loader import load_stage
+from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.stages.model_stage import ModelStage
 from tests.model.families import with_layers, write_checkpoint
 

@@ -17,8 +17,8 @@ from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back
-from sarathi_pp.model.stage_model import load_stage, stage_bytes
 from sarathi_pp.stages.model_stage import ModelStage
 from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE

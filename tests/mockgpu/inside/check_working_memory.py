@@ -17,7 +17,8 @@ from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_stage
+from sarathi_pp.model.loader import load_stage
+from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.stages import model_stage, working_memory
 from sarathi_pp.stages.capacity import resolve
 from sarathi_pp.stages.model_stage import ModelStages

@@ -15,7 +15,7 @@ import transformers
 from sarathi_pp.errors import InputError, SarathiError
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.loader import load_stage
 from tests import thinning
 from tests.model.families import FAMILIES, thinned, write_checkpoint
 from tests.model.test_stage_model import relative_error, run_schedule

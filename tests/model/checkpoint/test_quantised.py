@@ -25,7 +25,7 @@ from sarathi_pp.model.checkpoint.quantised.scheme import read_scheme
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
-from sarathi_pp.model.stage_model import stage_bytes
+from sarathi_pp.model.loader import stage_bytes
 from tests.engine.pipeline import run_pipeline
 from tests.model.checkpoint.quantised import FORMS, Form, Published, answers, publish, write_published
 from tests.model.families import NUM_LAYERS, VOCAB_SIZE, write_checkpoint

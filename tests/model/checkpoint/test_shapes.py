@@ -10,7 +10,7 @@ import torch
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint.shapes import describe_tensors
-from sarathi_pp.model.stage_model import stage_bytes
+from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
 

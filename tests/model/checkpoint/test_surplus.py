@@ -16,7 +16,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.files import SINGLE_FILE, open_checkpoint
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.checkpoint.surplus import surplus_kind
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.loader import load_stage
 from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
 from tests.model.test_stage_model import relative_error, run_schedule
 

@@ -17,7 +17,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint import wrapper
 from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.checkpoint.wrapper import TEXT_PARTS, WRAPPERS
-from sarathi_pp.model.stage_model import load_stage
+from sarathi_pp.model.loader import load_stage
 from tests.engine.pipeline import run_pipeline
 from tests.exact.answers import generate
 from tests.model.checkpoint.wrappers import KINDS, make

@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sarathi_pp.model import stage_model as slices
+from sarathi_pp.model import loader
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.fuse.bare_model import BareModel, bare_lm_head
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, load_lm_head, load_stage
+from sarathi_pp.model.loader import load_lm_head, load_stage
+from sarathi_pp.model.stage_model import StageModel
 from tests.model.families import FAMILIES, NUM_LAYERS, thinned, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -85,8 +86,8 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
             head = load_lm_head(directory, dtype, CPU)
             assert isinstance(head.module.base_model, BareModel)
             with (
-                mock.patch.object(slices, "use_bare_model", lambda module, name: False),
-                mock.patch.object(slices, "bare_lm_head", lambda module, name: None),
+                mock.patch.object(loader, "use_bare_model", lambda module, name: False),
+                mock.patch.object(loader, "bare_lm_head", lambda module, name: None),
             ):
                 own, own_head = load(directory, dtype, bounds), load_lm_head(directory, dtype, CPU)
             assert not any(isinstance(stage.module.base_model, BareModel) for stage in own)

@@ -22,7 +22,8 @@ from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, layer_windows
+from sarathi_pp.model.loader import layer_windows
+from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed
 from tests.model.families import FAMILIES, build_model
 

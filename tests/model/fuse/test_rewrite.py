@@ -25,7 +25,8 @@ from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PackedLinear, has_
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel, layer_windows
+from sarathi_pp.model.loader import layer_windows
+from sarathi_pp.model.stage_model import StageModel
 from tests.model.families import FAMILIES, NUM_LAYERS, build_model, thinned
 
 needs_gemm = pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")

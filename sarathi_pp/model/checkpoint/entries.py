@@ -22,9 +22,9 @@ def weight_entries(config: ConfigFile, checkpoint: Checkpoint) -> Mapping[str, E
         UnsupportedModelError: the weights are quantised in a form that is not read.
     """
     if config.wrapper is not None:
-        checkpoint, _ = text_checkpoint(checkpoint, config.values)
+        checkpoint, _ = text_checkpoint(checkpoint, config.values, config.wrapper)
     tensors, scheme = needed_tensors(checkpoint), read_scheme(config)
-    return tensors if scheme is None else join_parts(tensors, scheme)
+    return tensors if scheme is None else join_parts(tensors, scheme, checkpoint.aliases)
 
 
 def stored_bytes(entry: Entry) -> int:

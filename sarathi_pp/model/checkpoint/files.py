@@ -16,7 +16,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a model by stored name, and the headers of its files by file name, sorted."""
+    """The tensors of a model.
+
+    Attributes:
+        tensors: the tensors by stored name. Those of a text part have the names of a text model (wrapper.py).
+        headers: the headers of its files by file name, sorted.
+        aliases: for each tensor of a text part, its names in the file and in transformers' multimodal model.
+    """
 
     tensors: Mapping[str, TensorEntry]
     headers: Mapping[str, bytes]
+    aliases: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @contextmanager

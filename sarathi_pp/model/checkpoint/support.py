@@ -224,7 +224,7 @@ def _find_facts(config: ConfigFile, family: Family, scheme: Scheme | None, check
     fingerprint = _fingerprint(config.directory, checkpoint)
     notes = [_code_note(config), scheme.note if scheme is not None else None]
     if config.wrapper is not None:
-        checkpoint, note = text_checkpoint(checkpoint, config.values)
+        checkpoint, note = text_checkpoint(checkpoint, config.values, config.wrapper)
         notes.append(note)
     notes.append(surplus_note(checkpoint))
     return ModelFacts(

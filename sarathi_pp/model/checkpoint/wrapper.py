@@ -30,12 +30,14 @@ class Wrapper:
         fixed: the text part always has that type.
         tied: tie_word_embeddings, if config.json has none.
         text_ties: tie_word_embeddings of text_config counts too.
+        inner: name of the text part in transformers' multimodal model.
     """
 
     text: str
     fixed: bool = False
     tied: bool = False
     text_ties: bool = False
+    inner: str = "language_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llava": Wrapper(text="llama", text_ties=True),
     "llava_next": Wrapper(text="llama"),
     "llava_onevision": Wrapper(text="qwen2", text_ties=True),
-    "idefics3": Wrapper(text="llama"),
-    "smolvlm": Wrapper(text="llama"),
+    "idefics3": Wrapper(text="llama", inner="text_model"),
+    "smolvlm": Wrapper(text="llama", inner="text_model"),
     "glm4v": Wrapper(text="glm4v_text", fixed=True, text_ties=True),
     "aya_vision": Wrapper(text="cohere2", tied=True),
 }
@@ -185,26 +187,31 @@ def text_values(values: Mapping[str, Any], stored_names: Callable[[], tuple[str,
     return {**made, "model_type": part.family, "architectures": architectures or [str(kind)]}
 
 
-def text_checkpoint(checkpoint: Checkpoint, values: Mapping[str, Any]) -> tuple[Checkpoint, str]:
+def text_checkpoint(checkpoint: Checkpoint, values: Mapping[str, Any], wrapper: str) -> tuple[Checkpoint, str]:
     """Return the tensors of the text part by the names of a text model, and a note about the others.
 
     Args:
         values: the config.json of the text part.
+        wrapper: model_type of the multimodal model.
 
     Raises:
         InputError: a tensor is neither of the text part nor of a part that is known.
     """
+    inner = f"model.{WRAPPERS[wrapper].inner}."
     kept: dict[str, TensorEntry] = {}
+    aliases: dict[str, tuple[str, str]] = {}
     dropped = 0
     for key, entry in checkpoint.tensors.items():
         name = _text_name(key)
         if name is not None:
             kept[name] = _as_linear(key, entry, values) if _MERGED_EXPERTS.search(key) else entry
+            aliases[name] = key, re.sub(r"^model\.", inner, name)
         elif _DROPPED.match(key):
             dropped += 1
         else:
             raise InputError(f"{entry.file}: {key} is neither of the text part of this model nor of its image part")
-    return replace(checkpoint, tensors=kept), f"only the text part is loaded ({dropped:,} tensors for images are not)"
+    note = f"only the text part is loaded ({dropped:,} tensors for images are not)"
+    return replace(checkpoint, tensors=kept, aliases=aliases), note
 
 
 def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,10 +91,15 @@ class QuantisedEntry:
 Entry = TensorEntry | QuantisedEntry
 
 
-def join_parts(tensors: Mapping[str, TensorEntry], scheme: Scheme) -> dict[str, Entry]:
+def join_parts(
+    tensors: Mapping[str, TensorEntry], scheme: Scheme, aliases: Mapping[str, tuple[str, ...]] | None = None
+) -> dict[str, Entry]:
     """Return the weights of a quantised checkpoint by the names that unquantised ones would have.
 
     Tensors that are not quantised stay as they are. Scales of activations are left out.
+
+    Args:
+        aliases: other names of tensors, by which config.json may name their modules; None if they have no others.
 
     Raises:
         InputError: a part is missing, is left over or has the wrong shape.
@@ -104,7 +109,7 @@ def join_parts(tensors: Mapping[str, TensorEntry], scheme: Scheme) -> dict[str, 
     joined: dict[str, Entry] = {}
     used: set[str] = set()
     for key in tensors:
-        group = _Group(tensors, key, scheme)
+        group = _Group(tensors, key, scheme, (aliases or {}).get(key, (key,)))
         for name, entry in join(group):
             if name in tensors and name != key:
                 raise InputError(f"{tensors[key].file}: {key} and {name} are the same weight, stored twice")
@@ -126,13 +131,17 @@ class _Group:
     """The parts of the weight whose codes may be the tensor `key`.
 
     Attributes:
+        published: names of the codes by which config.json may name their module.
         taken: names of the tensors that have been asked for and are there.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorEntry], key: str, scheme: Scheme) -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorEntry], key: str, scheme: Scheme, published: tuple[str, ...]
+    ) -> None:
         self.key = key
         self.codes = tensors[key]
         self.scheme = scheme
+        self.published = published
         self._tensors = tensors
         self.taken = [key]
 
@@ -225,8 +234,8 @@ def _join_compressed(group: _Group) -> _Joined:
     if not packed and codes.dtype not in (*FLOAT8, "I8"):
         return
     name = key.removesuffix("_packed")
-    module = name.removesuffix(".weight")
-    rule = group.scheme.rule(module)
+    module = _compressed_module(key)
+    rule = group.scheme.rule(*(_compressed_module(published) for published in group.published))
     if rule is None:
         raise InputError(f"{codes.file}: {key} is quantised, and no target of config.json's config_groups names it")
     scales = group.need(f"{name}_scale")
@@ -234,6 +243,10 @@ def _join_compressed(group: _Group) -> _Joined:
     zeros = group.find(f"{name}_zero_point")
     group.drop_activations(module, name)
     yield name, _packed(group, name, rule, scales, zeros) if packed else _unpacked(group, rule, scales, zeros)
+
+
+def _compressed_module(key: str) -> str:
+    return key.removesuffix("_packed").removesuffix(".weight")
 
 
 def _unpacked(group: _Group, rule: WeightRule, scales: TensorEntry, zeros: TensorEntry | None) -> QuantisedEntry:

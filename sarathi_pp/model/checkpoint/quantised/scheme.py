@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sarathi_pp.errors import UnsupportedModelError
@@ -39,14 +39,12 @@ class WeightRule:
     """The form of some weights of a compressed-tensors checkpoint.
 
     Attributes:
-        targets: module names, regular expressions that begin with `re:`, or the class name Linear.
         bits: bits of a code.
         is_float: codes are floats; otherwise they are integers.
         group_size: number of values of a row that share a scale; None if the scales are not by group.
         block: rows and columns of values that share a scale; None if the scales are not by block.
     """
 
-    targets: tuple[str, ...]
     bits: int
     is_float: bool
     group_size: int | None
@@ -69,7 +67,8 @@ class Scheme:
         block: of fp8: rows and columns of values that share a scale. A scale per channel or tensor is known by its
             shape.
         group_size: of awq: number of inputs that share a scale; None: all inputs do.
-        rules: of compressed-tensors: one per group of modules.
+        rules: of compressed-tensors: the rule for each target. A target is a module's name, a regular expression that
+            begins with `re:`, or the class name Linear. Regular expressions are sorted.
         activations: the publisher's engine quantises activations (or keys and values) too.
     """
 
@@ -77,18 +76,26 @@ class Scheme:
     title: str
     block: tuple[int, int] = _FP8_BLOCK
     group_size: int | None = None
-    rules: tuple[WeightRule, ...] = ()
+    rules: Mapping[str, WeightRule] = field(default_factory=dict)
     activations: bool = False
 
-    def rule(self, module: str) -> WeightRule | None:
+    def rule(self, *names: str) -> WeightRule | None:
         """Return the rule for a module of a compressed-tensors checkpoint; None if there is none.
 
-        As in compressed-tensors, a rule that names the module precedes one that names its class.
+        As in compressed-tensors (match_targets), a name precedes a regular expression, and that precedes a class. Of
+        several regular expressions, the first one in alphabetical order counts.
+
+        Args:
+            names: names of the module. One of a multimodal model has several.
         """
-        for rule in self.rules:
-            if any(_names(target, module) for target in rule.targets):
+        for name in names:
+            if name in self.rules:
+                return self.rules[name]
+        for target, rule in self.rules.items():
+            pattern = target.removeprefix("re:")
+            if pattern != target and any(re.match(pattern, name) for name in names):
                 return rule
-        return next((rule for rule in self.rules if _LINEAR in rule.targets), None)
+        return self.rules.get(_LINEAR)
 
     @property
     def note(self) -> str:
@@ -182,11 +189,14 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
         raise _Refused(f"config_groups {groups!r:.100}")
-    rules = tuple(rule for group in groups.values() for rule in _weight_rules(group))
+    rules = {target: rule for group in groups.values() for rule in _weight_rules(group) for target in _targets(group)}
     activations = any(group.get("input_activations") for group in groups.values()) or bool(found.get("kv_cache_scheme"))
-    title = "; ".join(dict.fromkeys(rule.title for rule in rules))
+    title = "; ".join(dict.fromkeys(rule.title for rule in rules.values()))
     return Scheme(
-        method="compressed-tensors", title=f"compressed-tensors, {title}", rules=rules, activations=activations
+        method="compressed-tensors",
+        title=f"compressed-tensors, {title}",
+        rules=dict(sorted(rules.items())),
+        activations=activations,
     )
 
 
@@ -206,7 +216,6 @@ def _weight_rules(group: Mapping[str, Any]) -> Iterator[WeightRule]:
     if strategy == "block" and block is None:
         raise _Refused("the strategy block without block_structure")
     yield WeightRule(
-        targets=_targets(group),
         bits=weights.get("num_bits") or 8,
         is_float=is_float,
         group_size=group_size if strategy == "group" else None,
@@ -244,10 +253,3 @@ def _awq(found: Mapping[str, Any]) -> Scheme:
     group_size = _group_size(found)
     groups = f", groups of {group_size}" if group_size is not None else ""
     return Scheme(method="awq", title=f"AWQ, int4{groups}", group_size=group_size)
-
-
-def _names(target: str, module: str) -> bool:
-    """Return whether a target of compressed-tensors is this module's name, or a pattern of it."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module

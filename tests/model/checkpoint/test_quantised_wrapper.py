@@ -12,13 +12,18 @@ import transformers
 from compressed_tensors.utils.match import match_targets
 from safetensors.torch import load_file
 
+from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.files import open_checkpoint
+from sarathi_pp.model.checkpoint.quantised import tensor
 from sarathi_pp.model.checkpoint.quantised.scheme import Scheme, WeightRule, read_scheme
+from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
-from tests.model.checkpoint.quantised import FORMS, Form, publish
+from tests.model.checkpoint.quantised import FORMS, Form, Published, Quantised, publish
+from tests.model.checkpoint.test_quantised import change
 from tests.model.checkpoint.test_wrapper import NUM_LAYERS, load
 from tests.model.checkpoint.wrappers import KINDS, make
+from tests.model.shards import load_gang
 
 # Targets of the attention, as configurations of multimodal models name it.
 ATTENTION = [
@@ -97,3 +102,54 @@ def read_scheme_of(bits: dict[str, int]) -> Scheme:
     scheme = read_scheme(ConfigFile(Path(), {"quantization_config": settings}))
     assert scheme is not None and all(isinstance(rule, WeightRule) for rule in scheme.rules.values())
     return scheme
+
+
+@pytest.fixture(scope="module")
+def transposed(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """Return FP8 experts that are stored as (experts, inputs, outputs), with scales alike. No test may change them."""
+    directory = tmp_path_factory.mktemp("transposed")
+    make("qwen3_vl_moe", directory / "source", old_names=True)
+    form = FORMS["fp8 blocks"]
+
+    def quantise(experts: torch.Tensor) -> Quantised:
+        each = [form.quantise(matrix) for matrix in experts]
+        codes = torch.stack([one.parts[".weight"].float() for one in each]).to(torch.float8_e4m3fn)
+        scales = torch.stack([one.parts[".weight_scale_inv"] for one in each])
+        return Quantised({"": codes, "_scale_inv": scales}, torch.stack([one.floats for one in each]))
+
+    experts = replace(form, quantise=quantise, of=lambda name, weight: ".mlp.experts." in name)
+    publish(experts, directory / "source", directory / "quantised", directory / "reference")
+    return Published(directory / "quantised", directory / "reference")
+
+
+def test_transposed_fp8_experts_are_those_of_the_dequantised_checkpoint(transposed: Published) -> None:
+    """Whole, and in two shards."""
+    stored = load_file(transposed.quantised / "model.safetensors")
+    key = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert stored[key].shape == (4, 64, 48) and stored[f"{key}_scale_inv"].shape == (4, 2, 2)
+    layers = (0, NUM_LAYERS)
+    expect_equal(load(transposed.quantised, layers), load(transposed.reference, layers))
+    ours, theirs = (load_gang(each, check_model(each), layers, 2, 16, 9) for each in vars(transposed).values())
+    for one, other in zip(ours.stages, theirs.stages, strict=True):
+        expect_equal(one, other)
+
+
+def test_blocks_of_transposed_experts_may_have_any_size(transposed: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = load(transposed.reference, (0, NUM_LAYERS))
+    monkeypatch.setattr(tensor, "_BLOCK_VALUES", 100)
+    expect_equal(load(transposed.quantised, (0, NUM_LAYERS)), expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 48), (4, 3, 2)], ids=["per output", "of other blocks"])
+def test_scales_of_transposed_experts(shape: tuple[int, ...], transposed: Published, tmp_path: Path) -> None:
+    """One per output, or refused."""
+    key = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    directory = change(transposed.quantised, tmp_path, {f"{key}_scale_inv": scales})
+    if shape == (4, 3, 2):
+        with pytest.raises(InputError, match=r"\[4, 3, 2\]; expected \[4, 2, 2\]"):
+            check_model(directory)
+        return
+    codes = load_file(directory / "model.safetensors")[key]
+    held = load(directory, (0, 1)).module.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(held, (codes.float() * scales).mT)

@@ -22,7 +22,7 @@ from sarathi_pp.errors import InputError, UnsupportedModelError
 from sarathi_pp.model.checkpoint.files import TensorEntry
 from sarathi_pp.model.checkpoint.quantised.scheme import Scheme, WeightRule
 
-Layout = Literal["plain", "packed", "gptq", "awq", "mxfp4"]
+Layout = Literal["plain", "turned", "packed", "gptq", "awq", "mxfp4"]
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _WORD_BITS = 32
@@ -209,9 +209,13 @@ def _join_fp8(group: _Group) -> _Joined:
 def _plain(
     group: _Group, scales: TensorEntry, zeros: TensorEntry | None, block: tuple[int, int] | None
 ) -> QuantisedEntry:
-    """Return a weight with one code per element. Its scales are per tensor or channel, or by blocks."""
-    *experts, rows, columns = group.codes.shape
-    shape = scales.shape
+    """Return a weight with one code per element. Its scales are per tensor or channel, or by blocks.
+
+    If the codes are stored transposed, the scales are too.
+    """
+    turned = group.codes.turned
+    *experts, rows, columns = _turn(group.codes.shape) if turned else group.codes.shape
+    shape = _turn(scales.shape) if turned else scales.shape
     if math.prod(shape) == 1 and not experts:
         block = (rows, columns)
     elif shape in ((rows,), (*experts, rows, 1)):
@@ -219,13 +223,24 @@ def _plain(
     else:
         height, width = block or (1, columns)
         legal = (*experts, -(-rows // height), -(-columns // width))
-        group.require_shape(scales, "scales", legal)
+        group.require_shape(scales, "scales", _turn(legal) if turned else legal)
         block = (height, width)
     if zeros is not None:
-        group.require_shape(zeros, "zero points", shape)
+        group.require_shape(zeros, "zero points", scales.shape)
     return QuantisedEntry(
-        layout="plain", shape=group.codes.shape, bits=8, codes=group.codes, scales=scales, zeros=zeros, block=block
+        layout="turned" if turned else "plain",
+        shape=(*experts, rows, columns),
+        bits=8,
+        codes=group.codes,
+        scales=scales,
+        zeros=zeros,
+        block=block,
     )
+
+
+def _turn(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape with the last two dimensions the other way round."""
+    return (*shape[:-2], shape[-1], shape[-2]) if len(shape) > 1 else shape
 
 
 def _join_compressed(group: _Group) -> _Joined:

@@ -142,6 +142,17 @@ def _plain(matrix: _Matrix) -> Iterator[_Block]:
         yield rows, matrix.columns, scale_codes(codes, scales, 0 if zeros is None else zeros, owners, groups)
 
 
+def _turned(matrix: _Matrix) -> Iterator[_Block]:
+    """One code per element, in rows of inputs. Scales are stored alike."""
+    height, width = matrix.shape
+    scales, zeros = matrix.scales(), matrix.zeros()
+    owners = torch.arange(*matrix.rows) // matrix.entry.block[0]
+    for columns in _steps(matrix.columns, _BLOCK_VALUES // max(1, height)):
+        codes = matrix.codes(width, height, columns, matrix.rows)
+        groups = matrix.groups(columns)
+        yield matrix.rows, columns, scale_codes(codes, scales, 0 if zeros is None else zeros, groups, owners).T
+
+
 def _packed(matrix: _Matrix) -> Iterator[_Block]:
     """Words of codes in rows of outputs. Words of zero points are packed along the outputs."""
     (height, width), bits = matrix.shape, matrix.entry.bits
@@ -203,6 +214,7 @@ def _mxfp4(matrix: _Matrix) -> Iterator[_Block]:
 
 _BLOCKS: Mapping[Layout, Callable[[_Matrix], Iterator[_Block]]] = {
     "plain": _plain,
+    "turned": _turned,
     "packed": _packed,
     "gptq": _gptq,
     "awq": _awq,

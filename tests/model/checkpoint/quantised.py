@@ -243,6 +243,7 @@ FORMS: Mapping[str, Form] = {
     ),
     "packed int8 channels": _compressed_form("pack-quantized", torch.float16),
     "int8 channels": _compressed_form("int-quantized"),
+    "int8 asymmetric": _compressed_form("int-quantized", symmetric=False),
     "int8 tensor": _compressed_form("int-quantized", torch.float32, strategy="tensor"),
     "float8 channels": _compressed_form("float-quantized", type="float"),
     "float8 tensor": _compressed_form("naive-quantized", type="float", strategy="tensor"),

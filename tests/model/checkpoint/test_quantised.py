@@ -386,3 +386,37 @@ def test_merged_experts_in_blocks_are_cut_for_shards(published: Write) -> None:
     for shard in (0, 1):
         part = QuantisedTensor(entry, ReadCount(), torch.float32).cut(Cut(1, 2, shard, 2)).read()
         assert torch.equal(part, torch.cat([gate.chunk(2, dim=1)[shard], up.chunk(2, dim=1)[shard]], dim=1))
+
+
+def _with_zero_points(source: Path, directory: Path, first: int, **weights: Any) -> Path:
+    """Copy a packed checkpoint with unpacked zero points next to all scales.
+
+    Args:
+        first: value of one of them. The others are 0.
+        weights: changed settings of the weights.
+    """
+    scales = {key: one for key, one in load_file(source / "model.safetensors").items() if key.endswith("weight_scale")}
+    zeros = {key.replace("_scale", "_zero_point"): torch.zeros_like(one).to(torch.int8) for key, one in scales.items()}
+    zeros[f"{_Q}.weight_zero_point"][5, 0] = first
+    settings = json.loads((source / "config.json").read_text())["quantization_config"]
+    settings["config_groups"]["group_0"]["weights"] |= weights
+    return change(source, directory, dict(zeros), settings)
+
+
+@pytest.mark.parametrize("form", ["packed int4 groups", "packed int8 channels"])
+def test_unpacked_zero_points_of_symmetric_codes_may_be_0(form: str, published: Write, tmp_path: Path) -> None:
+    """Older checkpoints have them. compressed-tensors makes the same floats with and without them."""
+    found = published("llama", form)
+    ours, theirs = load(_with_zero_points(found.quantised, tmp_path, 0), (0, 5)), load(found.reference, (0, 5))
+    parameters = dict(theirs.module.named_parameters())
+    assert all(torch.equal(one, parameters[name]) for name, one in ours.module.named_parameters())
+    count = sum(map(stored_bytes, weight_entries(ConfigFile.read(tmp_path), open_checkpoint(tmp_path)).values()))
+    assert ours.bytes_read == count > 0
+
+
+def test_other_unpacked_zero_points_are_refused(published: Write, tmp_path: Path) -> None:
+    four = published("llama", "packed int4 groups").quantised
+    with pytest.raises(InputError, match=rf"zero points of {_Q}.weight_packed .* symmetric"):
+        load(_with_zero_points(four, tmp_path, -3), (0, 2))
+    with pytest.raises(UnsupportedModelError, match="stored as I8; expected I32"):
+        load(_with_zero_points(four, tmp_path, 0, symmetric=False), (0, 2))

@@ -59,23 +59,27 @@ class QuantisedEntry:
     value = (code - zero) * scale, where a block of values shares zero and scale.
 
     Attributes:
+        name: of the tensor with the codes, for messages.
         layout: how the codes are placed in their tensor.
         shape: of the weight as floats.
         bits: bits of a code.
         scales: one scale per block of values.
         zeros: one integer per block of values, which is subtracted from the codes; None for 0.
+        symmetric_zeros: zero points of symmetric codes, which must all be 0; None if they are not stored.
         order: index of the group of every input; None if the groups follow each other.
         stated: the weight's shape, which must agree with `shape`; None if it is not stored.
         float32_product: the product is computed in float32. Otherwise it is computed in the type of the scales.
         block: rows and columns of the weight that share a scale.
     """
 
+    name: str
     layout: Layout
     shape: tuple[int, ...]
     bits: int
     codes: TensorEntry
     scales: TensorEntry
     zeros: TensorEntry | None = None
+    symmetric_zeros: TensorEntry | None = None
     order: TensorEntry | None = None
     stated: TensorEntry | None = None
     block: tuple[int, int]
@@ -84,7 +88,7 @@ class QuantisedEntry:
     @property
     def parts(self) -> tuple[TensorEntry, ...]:
         """All stored tensors of the weight."""
-        found = (self.codes, self.scales, self.zeros, self.order, self.stated)
+        found = (self.codes, self.scales, self.zeros, self.symmetric_zeros, self.order, self.stated)
         return tuple(part for part in found if part is not None)
 
 
@@ -188,7 +192,7 @@ class _Group:
         """Raise UnsupportedModelError if a part is stored in none of these types."""
         if part.dtype not in legal:
             raise UnsupportedModelError(
-                f"{part.file}: the {name} of {self.key} are stored as {part.dtype}; read are {', '.join(legal)}"
+                f"{part.file}: the {name} of {self.key} are stored as {part.dtype}; expected {' or '.join(legal)}"
             )
 
 
@@ -228,6 +232,7 @@ def _plain(
     if zeros is not None:
         group.require_shape(zeros, "zero points", scales.shape)
     return QuantisedEntry(
+        name=group.key,
         layout="turned" if turned else "plain",
         shape=(*experts, rows, columns),
         bits=8,
@@ -246,7 +251,7 @@ def _turn(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _join_compressed(group: _Group) -> _Joined:
     key, codes = group.key, group.codes
     packed = key.endswith("_packed")
-    if not packed and codes.dtype not in (*FLOAT8, "I8"):
+    if not packed and (codes.dtype not in (*FLOAT8, "I8") or key.endswith("_zero_point")):
         return
     name = key.removesuffix("_packed")
     module = _compressed_module(key)
@@ -288,6 +293,10 @@ def _packed(
         raise InputError(f"{group.codes.file}: {group.key} has {columns} inputs, not a multiple of groups of {width}")
     group.require_shape(scales, "scales", (rows, columns // width), *([(1,)] if width == columns else []))
     height = rows if scales.shape == (1,) else 1
+    symmetric_zeros = None
+    if zeros is not None and zeros.dtype == "I8" and rule.symmetric:  # older checkpoints have them
+        group.require_shape(zeros, "zero points", scales.shape)
+        zeros, symmetric_zeros = None, zeros
     if zeros is not None:
         group.require_type(zeros, "zero points", "I32")
         group.require_shape(zeros, "zero points", (-(-rows * rule.bits // _WORD_BITS), columns // width))
@@ -296,12 +305,14 @@ def _packed(
         group.require_type(order, "group indices", "I32", "I64")
         group.require_shape(order, "group indices", (columns,))
     return QuantisedEntry(
+        name=group.key,
         layout="packed",
         shape=(rows, columns),
         bits=rule.bits,
         codes=group.codes,
         scales=scales,
         zeros=zeros,
+        symmetric_zeros=symmetric_zeros,
         order=order,
         stated=group.find(f"{name}_shape"),
         block=(height, width),
@@ -331,6 +342,7 @@ def _join_gptq(group: _Group) -> _Joined:
     yield (
         f"{module}.weight",
         QuantisedEntry(
+            name=key,
             layout="gptq",
             shape=(rows, columns),
             bits=bits,
@@ -359,7 +371,14 @@ def _join_awq(group: _Group) -> _Joined:
     yield (
         f"{module}.weight",
         QuantisedEntry(
-            layout="awq", shape=(rows, columns), bits=4, codes=codes, scales=scales, zeros=zeros, block=(1, width)
+            name=key,
+            layout="awq",
+            shape=(rows, columns),
+            bits=4,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            block=(1, width),
         ),
     )
 
@@ -382,6 +401,7 @@ def _join_mxfp4(group: _Group) -> _Joined:
     yield (
         name,
         QuantisedEntry(
+            name=key,
             layout="mxfp4",
             shape=(experts, groups * _MX_GROUP, rows),
             bits=4,

@@ -41,12 +41,14 @@ class WeightRule:
     Attributes:
         bits: bits of a code.
         is_float: codes are floats; otherwise they are integers.
+        symmetric: all zero points are 0.
         group_size: number of values of a row that share a scale; None if the scales are not by group.
         block: rows and columns of values that share a scale; None if the scales are not by block.
     """
 
     bits: int
     is_float: bool
+    symmetric: bool
     group_size: int | None
     block: tuple[int, int] | None
 
@@ -218,6 +220,7 @@ def _weight_rules(group: Mapping[str, Any]) -> Iterator[WeightRule]:
     yield WeightRule(
         bits=weights.get("num_bits") or 8,
         is_float=is_float,
+        symmetric=weights.get("symmetric") is not False,
         group_size=group_size if strategy == "group" else None,
         block=block if strategy == "block" else None,
     )

@@ -42,6 +42,7 @@ class QuantisedTensor(Weight):
         """Return the weight in host memory, in the dtype of the run."""
         entry = self._entry
         _require_stated_shape(entry, self._count)
+        _require_symmetric(entry, self._count)
         shape, last = entry.shape, len(entry.shape) - 1
         ranges, columns = [(0, shape[last - 1])], (0, shape[last])
         if self._cut is not None:
@@ -220,6 +221,18 @@ _BLOCKS: Mapping[Layout, Callable[[_Matrix], Iterator[_Block]]] = {
     "awq": _awq,
     "mxfp4": _mxfp4,
 }
+
+
+def _require_symmetric(entry: QuantisedEntry, count: ReadCount) -> None:
+    """Raise InputError if codes have zero points other than 0 although config.json says that they are symmetric."""
+    if entry.symmetric_zeros is None:
+        return
+    length = math.prod(entry.symmetric_zeros.shape)
+    if read_box(entry.symmetric_zeros, length, (0, 1), (0, length), count).any():
+        raise InputError(
+            f"{entry.symmetric_zeros.file}: zero points of {entry.name} are not all 0, but config.json says that its "
+            f"codes are symmetric\n  try  another checkpoint of this model"
+        )
 
 
 def _require_stated_shape(entry: QuantisedEntry, count: ReadCount) -> None:

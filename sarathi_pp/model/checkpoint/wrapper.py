@@ -209,7 +209,10 @@ def text_checkpoint(checkpoint: Checkpoint, values: Mapping[str, Any], wrapper: 
         elif _DROPPED.match(key):
             dropped += 1
         else:
-            raise InputError(f"{entry.file}: {key} is neither of the text part of this model nor of its image part")
+            raise InputError(
+                f"{entry.file}: {key} is in no known part of this model; expected its text part or its image part\n"
+                "  try  another checkpoint of this model, as transformers saves it"
+            )
     note = f"only the text part is loaded ({dropped:,} tensors for images are not)"
     return replace(checkpoint, tensors=kept, aliases=aliases), note
 
@@ -244,6 +247,7 @@ def _as_linear(key: str, entry: TensorEntry, values: Mapping[str, Any]) -> Tenso
         return entry
     if inputs == outputs:
         raise InputError(
-            f"{entry.file}: {key} has the shape {list(entry.shape)}, so it is not known which dimension is the input"
+            f"{entry.file}: {key} has the shape {list(entry.shape)}, so it is not known which dimension is the input; "
+            f"expected unequal inputs and outputs\n  try  another checkpoint of this model, with one tensor per expert"
         )
     return replace(entry, turned=True)

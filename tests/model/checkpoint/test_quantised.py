@@ -236,7 +236,27 @@ BROKEN: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
         "model.norm.scales belongs to no quantised",
     ),
     "codes of another type": ("packed int4 groups", {f"{_Q}.weight_packed": torch.ones(64, 6)}, "stored as F32"),
-    "3 bits": ("gptq int4", {f"{_Q}.g_idx": torch.zeros(64, dtype=torch.int32)}, "codes of 3 bits"),
+    "3 bits": ("gptq int4", {f"{_Q}.g_idx": torch.zeros(64, dtype=torch.int32)}, "codes of 3 bits; expected 4 or 8"),
+    "codes that are no matrix": (
+        "awq int4",
+        {f"{_Q}.qweight": torch.ones(8, dtype=torch.int32)},
+        r"has the shape \[8\]; expected a matrix",
+    ),
+    "scales that are no matrix": (
+        "gptq int4",
+        {f"{_Q}.scales": torch.ones(8)},
+        r"scales of .* have the shape \[8\]; expected a matrix",
+    ),
+    "inputs beyond whole groups": (
+        "packed int4 groups",
+        {f"{_Q}.weight_packed": torch.ones(64, 5, dtype=torch.int32)},
+        "has 40 inputs; expected a multiple of the group size 16",
+    ),
+    "integers as floats": (
+        "float8 channels",
+        {f"{_Q}.weight": torch.ones(64, 48, dtype=torch.int8)},
+        "stored as I8; expected fp8",
+    ),
 }
 
 
@@ -244,15 +264,31 @@ BROKEN: dict[str, tuple[str, dict[str, torch.Tensor | None], str]] = {
 def test_parts_that_do_not_fit_are_refused_by_name(what: str, published: Write, tmp_path: Path) -> None:
     form, tensors, message = BROKEN[what]
     broken = change(published("llama", form).quantised, tmp_path, tensors)
-    with pytest.raises((InputError, UnsupportedModelError), match=message):
+    with pytest.raises((InputError, UnsupportedModelError), match=message) as error:
         check_model(broken)
+    assert "\n  try  " in str(error.value)
 
 
 def test_another_stored_shape_is_refused(published: Write, tmp_path: Path) -> None:
     source = published("llama", "packed int4 groups").quantised
     broken = change(source, tmp_path, {f"{_Q}.weight_shape": torch.tensor([64, 40])})
-    with pytest.raises(InputError, match=r"stored shape \[64, 40\], its codes \[64, 48\]"):
+    with pytest.raises(InputError, match=rf"{_Q}.weight_shape is \[64, 40\]; expected \[64, 48\](.|\n)*  try  "):
         load(broken, (0, 2))
+
+
+def test_a_module_that_no_target_names_is_refused(published: Write, tmp_path: Path) -> None:
+    source = published("llama", "packed int4 groups").quantised
+    broken = change(source, tmp_path, {}, _compressed_for(["re:.*mlp.*"]))
+    with pytest.raises(InputError, match=r"k_proj.weight_packed .* expected a target(.|\n)*  try  "):
+        check_model(broken)
+
+
+def test_experts_of_another_shape_are_refused(published: Write, tmp_path: Path) -> None:
+    source = published("gpt_oss", "mxfp4").quantised
+    key = "model.layers.0.mlp.experts.down_proj_blocks"
+    codes = {key: torch.ones(4, 64, 16, dtype=torch.uint8)}
+    with pytest.raises(InputError, match=r"expected \[experts, outputs, groups, 16\](.|\n)*  try  "):
+        check_model(change(source, tmp_path, dict(codes)))
 
 
 def test_a_bias_of_zeros_beside_gptq_weights_is_left_out(published: Write, tmp_path: Path) -> None:
@@ -364,7 +400,7 @@ def test_a_quantised_lm_head(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [torch.full((48,), 99), torch.full((48,), -1), torch.zeros(48)])
 def test_group_indices_that_cannot_be_are_refused(wrong: torch.Tensor, published: Write, tmp_path: Path) -> None:
     source = published("llama", "gptq int4 ordered").quantised
-    with pytest.raises(InputError, match="expected indices of 3 groups"):
+    with pytest.raises(InputError, match=rf"{_Q}.*expected indices of 3 groups(.|\n)*  try  "):
         load(change(source, tmp_path, {f"{_Q}.g_idx": wrong.int()}), (0, 2))
 
 

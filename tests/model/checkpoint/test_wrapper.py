@@ -155,7 +155,7 @@ def test_a_stored_lm_head_is_used_where_the_default_ties(saved: Saved, tmp_path:
 
 def test_a_tensor_of_no_known_part_is_refused(saved: Saved, tmp_path: Path) -> None:
     directory = changed(saved("gemma3", True), tmp_path, {}, {}, {"mtp.layers.0.weight": torch.ones(2)})
-    with pytest.raises(InputError, match="mtp.layers.0.weight is neither of the text part"):
+    with pytest.raises(InputError, match=r"mtp.layers.0.weight is in no known part(.|\n)*  try  "):
         check_model(directory)
 
 
@@ -164,7 +164,7 @@ def test_experts_of_unknown_direction_are_refused(saved: Saved, tmp_path: Path) 
     directory = changed(source, tmp_path, {"moe_intermediate_size": 64}, {})
     key = "model.language_model.layers.0.mlp.experts.down_proj"
     save_file({key: torch.ones(4, 64, 64)}, directory / "model.safetensors")
-    with pytest.raises(InputError, match="which dimension is the input"):
+    with pytest.raises(InputError, match=r"which dimension is the input(.|\n)*  try  "):
         check_model(directory)
 
 

@@ -26,6 +26,9 @@ Layout = Literal["plain", "turned", "packed", "gptq", "awq", "mxfp4"]
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _WORD_BITS = 32
+# Remedies for parts that do not fit together, and for forms that are not read.
+_AGAIN = "\n  try  download config.json and the weights again"
+_OTHER = "\n  try  another checkpoint of this model, quantised in another form or unquantised"
 # Values of mxfp4 that share a scale, and bytes that hold them.
 _MX_GROUP, _MX_BYTES = 32, 16
 # Endings of more tensors of a quantised module, after its name. They are for engines that quantise activations.
@@ -116,7 +119,10 @@ def join_parts(
         group = _Group(tensors, key, scheme, (aliases or {}).get(key, (key,)))
         for name, entry in join(group):
             if name in tensors and name != key:
-                raise InputError(f"{tensors[key].file}: {key} and {name} are the same weight, stored twice")
+                raise InputError(
+                    f"{tensors[key].file}: {key} and {name} are the same weight, stored twice; expected one of them"
+                    f"{_AGAIN}"
+                )
             joined[name] = entry
             used.update(group.taken)
     for key, tensor in tensors.items():
@@ -124,8 +130,8 @@ def join_parts(
             continue
         if key.endswith(_PARTS):
             raise InputError(
-                f"{tensor.file}: {key} belongs to no quantised weight; the file or the index is incomplete, or "
-                f"config.json is of another model"
+                f"{tensor.file}: {key} belongs to no quantised weight; expected its codes next to it. The file or the "
+                f"index is incomplete, or config.json is of another model{_AGAIN}"
             )
         joined[key] = tensor
     return joined
@@ -161,10 +167,7 @@ class _Group:
         """Return the first of these tensors that is there. Raise InputError if there is none."""
         found = self.find(*names)
         if found is None:
-            raise InputError(
-                f"{self.codes.file}: {self.key} is quantised, and {' or '.join(names)} is missing; download the model "
-                "again"
-            )
+            raise InputError(f"{self.codes.file}: {self.key} is quantised, and {' or '.join(names)} is missing{_AGAIN}")
         return found
 
     def drop_activations(self, module: str, stem: str) -> None:
@@ -176,7 +179,9 @@ class _Group:
     def matrix(self) -> tuple[int, int]:
         """Return the shape of the codes, which must be a matrix. Raise InputError if they are not."""
         if len(self.codes.shape) != 2:
-            raise InputError(f"{self.codes.file}: {self.key} has the shape {list(self.codes.shape)}, not a matrix")
+            raise InputError(
+                f"{self.codes.file}: {self.key} has the shape {list(self.codes.shape)}; expected a matrix{_AGAIN}"
+            )
         return self.codes.shape[0], self.codes.shape[1]
 
     def require_shape(self, part: TensorEntry, name: str, *legal: tuple[int, ...]) -> None:
@@ -185,7 +190,7 @@ class _Group:
             expected = " or ".join(str(list(shape)) for shape in legal)
             raise InputError(
                 f"{part.file}: the {name} of {self.key} have the shape {list(part.shape)}; expected {expected}, since "
-                f"the codes have the shape {list(self.codes.shape)}"
+                f"the codes have the shape {list(self.codes.shape)}{_AGAIN}"
             )
 
     def require_type(self, part: TensorEntry, name: str, *legal: str) -> None:
@@ -193,6 +198,7 @@ class _Group:
         if part.dtype not in legal:
             raise UnsupportedModelError(
                 f"{part.file}: the {name} of {self.key} are stored as {part.dtype}; expected {' or '.join(legal)}"
+                f"{_OTHER}"
             )
 
 
@@ -257,7 +263,10 @@ def _join_compressed(group: _Group) -> _Joined:
     module = _compressed_module(key)
     rule = group.scheme.rule(*(_compressed_module(published) for published in group.published))
     if rule is None:
-        raise InputError(f"{codes.file}: {key} is quantised, and no target of config.json's config_groups names it")
+        raise InputError(
+            f"{codes.file}: {key} is quantised, and config_groups in config.json do not name its module; expected a "
+            f"target that names it{_AGAIN}"
+        )
     scales = group.need(f"{name}_scale")
     group.require_type(scales, "scales", *_FLOATS)
     zeros = group.find(f"{name}_zero_point")
@@ -272,7 +281,8 @@ def _compressed_module(key: str) -> str:
 def _unpacked(group: _Group, rule: WeightRule, scales: TensorEntry, zeros: TensorEntry | None) -> QuantisedEntry:
     if rule.is_float != (group.codes.dtype in FLOAT8):
         raise InputError(
-            f"{group.codes.file}: {group.key} is stored as {group.codes.dtype}, and config.json says {rule.title}"
+            f"{group.codes.file}: {group.key} is stored as {group.codes.dtype}; expected {rule.title}, as config.json "
+            f"says{_AGAIN}"
         )
     if rule.is_float:
         zeros = None  # of symmetric codes: all 0
@@ -290,7 +300,10 @@ def _packed(
     columns = words * _WORD_BITS // rule.bits
     width = rule.group_size or columns
     if columns % width:
-        raise InputError(f"{group.codes.file}: {group.key} has {columns} inputs, not a multiple of groups of {width}")
+        raise InputError(
+            f"{group.codes.file}: {group.key} has {columns} inputs; expected a multiple of the group size {width}"
+            f"{_AGAIN}"
+        )
     group.require_shape(scales, "scales", (rows, columns // width), *([(1,)] if width == columns else []))
     height = rows if scales.shape == (1,) else 1
     symmetric_zeros = None
@@ -331,11 +344,13 @@ def _join_gptq(group: _Group) -> _Joined:
     group.require_type(order, "group indices", "I32", "I64")
     words, rows = group.matrix()
     if len(scales.shape) != 2:
-        raise InputError(f"{scales.file}: the scales of {key} have the shape {list(scales.shape)}, not a matrix")
+        raise InputError(
+            f"{scales.file}: the scales of {key} have the shape {list(scales.shape)}; expected a matrix{_AGAIN}"
+        )
     columns = math.prod(order.shape)
     bits = words * _WORD_BITS // max(1, columns)
     if bits not in (4, 8):
-        raise UnsupportedModelError(f"{codes.file}: {key} has codes of {bits} bits; read are 4 and 8")
+        raise UnsupportedModelError(f"{codes.file}: {key} has codes of {bits} bits; expected 4 or 8{_OTHER}")
     group.require_shape(order, "group indices", (words * _WORD_BITS // bits,))
     group.require_shape(scales, "scales", (scales.shape[0], rows))
     group.require_shape(zeros, "zero points", (scales.shape[0], rows * bits // _WORD_BITS))
@@ -394,6 +409,7 @@ def _join_mxfp4(group: _Group) -> _Joined:
     if len(codes.shape) != 4 or codes.shape[3] != _MX_BYTES:
         raise InputError(
             f"{codes.file}: {key} has the shape {list(codes.shape)}; expected [experts, outputs, groups, {_MX_BYTES}]"
+            f"{_AGAIN}"
         )
     experts, rows, groups, _ = codes.shape
     group.require_shape(scales, "scales", (experts, rows, groups))

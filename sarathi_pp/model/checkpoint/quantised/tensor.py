@@ -102,8 +102,8 @@ class _Matrix:
             count = self.entry.scales.shape[0 if self.entry.layout == "gptq" else -1]
             if order.min() < 0 or order.max() >= count or (count > 1 and not order.any()):
                 raise InputError(
-                    f"{self.entry.order.file}: a group index of a weight is {int(order.min())} to {int(order.max())}; "
-                    f"expected indices of {count} groups. Use another checkpoint of this model"
+                    f"{self.entry.order.file}: the group indices of {self.entry.name} are {int(order.min())} to "
+                    f"{int(order.max())}; expected indices of {count} groups\n  try  another checkpoint of this model"
                 )
             return order[columns[0] : columns[1]]
         return torch.arange(*columns) // self.entry.block[1]
@@ -242,4 +242,8 @@ def _require_stated_shape(entry: QuantisedEntry, count: ReadCount) -> None:
     width = math.prod(entry.stated.shape)
     stated = read_box(entry.stated, width, (0, 1), (0, width), count)[0].tolist()
     if tuple(stated) != entry.shape:
-        raise InputError(f"{entry.codes.file}: a weight has the stored shape {stated}, its codes {list(entry.shape)}")
+        shape = entry.name.replace("_packed", "_shape")
+        raise InputError(
+            f"{entry.stated.file}: {shape} is {stated}; expected {list(entry.shape)}, the shape of its codes\n  try  "
+            "download config.json and the weights again"
+        )

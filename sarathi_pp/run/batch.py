@@ -60,6 +60,8 @@ def run_batch(options: BatchOptions, env: RankEnvironment | None, display: Batch
             checked = _claim(options, env, again, held, checked)
         except SarathiError as error:
             return refuse(error, env, options.config.join_timeout_s, display)
+        for note in checked.notes:
+            display.say(note)
         for warning in checked.warnings:
             display.warn(warning)
         return _run_checked(options, checked, env, display, again)

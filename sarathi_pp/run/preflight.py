@@ -83,6 +83,8 @@ class Preflight:
         model_dir: directory of the model; None if stages are emulated.
         profile: profile of emulated stages, otherwise None.
         defaults: sampling parameters of input lines that do not set their own.
+        notes: sentences for the user about the model.
+        warnings: sentences for the user about what may not be as intended.
         identity: values that a later start must share to resume the output of this one, see run_identity.py; empty if
             no later start can resume it.
     """
@@ -93,6 +95,7 @@ class Preflight:
     facts: ModelFacts
     defaults: GenerationDefaults
     run_dir: RunDirectory
+    notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
 
@@ -139,13 +142,12 @@ def preflight(options: BatchOptions) -> Preflight:
     facts.max_model_len(config.max_model_len)
     defaults = _generation_defaults(config, model_dir)
     defaults = defaults.with_command(config.sampling_overrides)
-    note = () if facts.note is None else (facts.note,)
-    warnings = [*defaults.warnings, *note, *profile_mismatch(config, facts)]
+    warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
     if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
         )
-    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(warnings))
+    return Preflight(config, model_dir, profile, facts, defaults, run_dir, facts.notes, tuple(warnings))
 
 
 def identify(options: BatchOptions, checked: Preflight) -> Preflight:

@@ -1,5 +1,6 @@
 """Options that are refused before a model is searched, and those that a resumed run must share with the first."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sarathi_pp.model.attention import BACKENDS
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run import preflight
 from sarathi_pp.run.preflight import BatchOptions
+from tests.model.families import write_checkpoint
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 
@@ -77,3 +79,17 @@ def test_another_input_format_is_another_question(output):
     other = replace(again, input_format="jsonl")
     with pytest.raises(ConfigError, match="input_format was text and is jsonl"):
         preflight.identify(other, preflight.preflight(other))
+
+
+def test_facts_about_the_model_are_notes_and_no_warnings(tmp_path, output):
+    write_checkpoint("llama", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "their.Config"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | code))
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt_token_ids": [3]}\n')
+    config = RunConfig(model=str(tmp_path / "model"), policy="orca", chunk_size=8)
+    checked = preflight.preflight(BatchOptions(config, str(rows), str(output)))
+    (note,) = checked.notes
+    assert "auto_map" in note and not any("auto_map" in warning for warning in checked.warnings)
+    assert any("does not use --chunk-size" in warning for warning in checked.warnings)

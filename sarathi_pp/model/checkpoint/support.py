@@ -72,7 +72,7 @@ class ModelFacts:
         longrope_after: most tokens for which a sequence's rotary embeddings use the short factors; None if there is
             one table for all lengths. See Limits.longrope_after.
         quantised: how the stored weights are quantised, for the user; None if they are not.
-        note: a sentence about what is not used as it is stored; None if there is nothing to say.
+        notes: sentences for the user about what is not used as it is stored.
     """
 
     model_type: str
@@ -92,7 +92,7 @@ class ModelFacts:
     lm_head_size: int | None = None
     longrope_after: int | None = None
     quantised: str | None = None
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
     def max_model_len(self, asked: int | None) -> int:
         """Return the most tokens of prompt and output together in a run.
@@ -177,10 +177,10 @@ def describe_config(directory: Path) -> ModelFacts:
             model_type=family.model_type,
             architecture=family.architecture,
             **_find_sizes(config, family),
-            dtype=_named_dtype(config) or ("float32" if scheme is None else "bfloat16"),
+            dtype=_named_dtype(config) or ("float32" if _title(scheme) is None else "bfloat16"),
             fingerprint=hashlib.sha256(safe_path(directory, "config.json").read_bytes()).hexdigest(),
             **_find_features(config, family),
-            **_quantisation(scheme),
+            quantised=_title(scheme),
         )
 
 
@@ -231,11 +231,11 @@ def _find_facts(config: ConfigFile, family: Family, scheme: Scheme | None, check
         model_type=family.model_type,
         architecture=family.architecture,
         **sizes,
-        dtype=stored_dtype if scheme is None else _named_dtype(config) or "bfloat16",
+        dtype=stored_dtype if _title(scheme) is None else _named_dtype(config) or "bfloat16",
         fingerprint=fingerprint,
-        note="; ".join(filter(None, notes)) or None,
+        notes=tuple(note for note in notes if note is not None),
         **_find_features(config, family),
-        **_quantisation(scheme),
+        quantised=_title(scheme),
     )
 
 
@@ -247,9 +247,9 @@ def _code_note(config: ConfigFile) -> str | None:
     return f"the Python code that config.json names (auto_map) is not run; {own}"
 
 
-def _quantisation(scheme: Scheme | None) -> dict[str, Any]:
-    """Return how the weights are quantised, by the names of ModelFacts."""
-    return {"quantised": scheme.title if scheme is not None else None}
+def _title(scheme: Scheme | None) -> str | None:
+    """Return how the weights are quantised, for the user; None if they are not."""
+    return scheme.title if scheme is not None else None
 
 
 def _find_features(config: ConfigFile, family: Family) -> dict[str, Any]:

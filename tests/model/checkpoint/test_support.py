@@ -291,7 +291,7 @@ def test_custom_code_is_not_run(write: Write) -> None:
     directory = write(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Evil"})
     (directory / "evil.py").write_text("raise SystemExit('this code ran')")
     note = "the Python code that config.json names (auto_map) is not run; transformers' own llama is used"
-    assert check_model(directory).note == note
+    assert check_model(directory).notes == (note,)
     load_config(directory)
 
 

@@ -78,7 +78,7 @@ def test_stages_have_the_weights_of_the_whole_model(kind: str, old_names: bool, 
             assert torch.equal(parameter, expected[name]), name
         assert stage.bytes_read <= sum(parameter.nbytes for parameter in held.values())
     facts = check_model(directory)
-    assert facts.note is not None and "only the text part is loaded" in facts.note
+    assert "only the text part is loaded" in facts.notes[0]
     assert facts.tie_word_embeddings == (model.lm_head.weight is model.get_input_embeddings().weight)
 
 

@@ -23,7 +23,7 @@ from sarathi_pp.model.checkpoint.quantised import tensor
 from sarathi_pp.model.checkpoint.quantised.parts import Entry, join_parts
 from sarathi_pp.model.checkpoint.quantised.scheme import read_scheme
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
-from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
 from sarathi_pp.model.loader import stage_bytes
 from tests.engine.pipeline import run_pipeline
@@ -346,6 +346,20 @@ def test_other_forms_are_refused_by_name_with_the_remedy(what: str, published: W
     with pytest.raises(UnsupportedModelError, match=message) as error:
         check_model(refused)
     assert "or the unquantised one" in str(error.value)
+
+
+def test_a_group_without_weights_quantises_none(tmp_path: Path) -> None:
+    """Only activations are quantised, so the weights are stored as floats."""
+    write_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = _compressed()
+    settings["config_groups"]["group_0"] |= {"weights": None, "input_activations": {"num_bits": 8, "dynamic": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    facts = check_model(tmp_path)
+    assert (facts.quantised, facts.dtype) == (None, "float32")
+    assert facts.notes == ("config.json quantises only activations (compressed-tensors); they are not quantised here",)
+    assert describe_config(tmp_path).quantised is None
+    load(tmp_path, (0, 5))
 
 
 def test_bits_follow_the_rule_that_names_the_module(published: Write, tmp_path: Path) -> None:

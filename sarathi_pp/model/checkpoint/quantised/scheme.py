@@ -65,7 +65,7 @@ class Scheme:
     """The form in which the weights of a checkpoint are quantised.
 
     Attributes:
-        title: the method and its sizes, for the user.
+        title: the method and its sizes, for the user; None if no weight is quantised.
         block: of fp8: rows and columns of values that share a scale. A scale per channel or tensor is known by its
             shape.
         group_size: of awq: number of inputs that share a scale; None: all inputs do.
@@ -75,7 +75,7 @@ class Scheme:
     """
 
     method: Method
-    title: str
+    title: str | None
     block: tuple[int, int] = _FP8_BLOCK
     group_size: int | None = None
     rules: Mapping[str, WeightRule] = field(default_factory=dict)
@@ -102,6 +102,8 @@ class Scheme:
     @property
     def note(self) -> str:
         """A sentence for the user about what is done with the quantised weights."""
+        if self.title is None:
+            return f"config.json quantises only activations ({self.method}); they are not quantised here"
         kept = "; activations are not quantised" if self.activations else ""
         return f"weights are dequantised when they are loaded ({self.title}){kept}"
 
@@ -193,10 +195,10 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
         raise _Refused(f"config_groups {groups!r:.100}")
     rules = {target: rule for group in groups.values() for rule in _weight_rules(group) for target in _targets(group)}
     activations = any(group.get("input_activations") for group in groups.values()) or bool(found.get("kv_cache_scheme"))
-    title = "; ".join(dict.fromkeys(rule.title for rule in rules.values()))
+    titles = "; ".join(dict.fromkeys(rule.title for rule in rules.values()))
     return Scheme(
         method="compressed-tensors",
-        title=f"compressed-tensors, {title}",
+        title=f"compressed-tensors, {titles}" if rules else None,
         rules=dict(sorted(rules.items())),
         activations=activations,
     )

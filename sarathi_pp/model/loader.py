@@ -7,16 +7,13 @@ steps that transformers runs around the layers are removed (bare_model.py).
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
@@ -24,7 +21,7 @@ from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.entries import weight_entries
 from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
-from sarathi_pp.model.checkpoint.pretrained import load_config
+from sarathi_pp.model.checkpoint.pretrained import load_config, quiet_transformers
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.stored_tensor import Weight
 from sarathi_pp.model.checkpoint.support import check_shards
@@ -165,7 +162,7 @@ def _load_module(
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)
     stage_class = partial_class(directory, architecture, family, layers, num_layers, tied, split)
-    with _quiet() as said:
+    with quiet_transformers() as said:
         try:
             module, loaded = stage_class.from_pretrained(
                 None,
@@ -316,34 +313,3 @@ def _first_line(error: BaseException) -> str:
 def _some(names: Any) -> str:
     listed = sorted(map(str, names))
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-
-
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@contextmanager
-def _quiet() -> Iterator[list[str]]:
-    """Silence transformers' progress bar and log while loading.
-
-    Yields:
-        A list to which transformers' log texts are appended. Some errors, as when it merges experts, are only there.
-    """
-    said, theirs = _Said(), logging.getLogger("transformers")
-    before = theirs.level, theirs.handlers, theirs.propagate
-    bars = transformers_logging.is_progress_bar_enabled()
-    theirs.setLevel(logging.WARNING)
-    theirs.handlers, theirs.propagate = [said], False
-    transformers_logging.disable_progress_bar()
-    try:
-        yield said.texts
-    finally:
-        level, theirs.handlers, theirs.propagate = before
-        theirs.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()

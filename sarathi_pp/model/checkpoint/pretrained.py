@@ -7,13 +7,16 @@ the other and tries to make the model without weights. That costs no memory, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import InputError, StoppedError
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
@@ -34,7 +37,8 @@ def load_config(directory: Path) -> tuple[Family, Any]:
     file = ConfigFile.read(directory)
     family = find_family(file)
     try:
-        config = _make(family, file.values)
+        with quiet_transformers():
+            config = _make(family, file.values)
     except Exception as error:  # whatever the library raises, the file is the cause
         raise refuse_config(directory, error) from error
     kinds = getattr(config, "layer_types", None) or ()
@@ -71,7 +75,7 @@ def _make(family: Family, values: Mapping[str, object]) -> Any:
 
 def _makes_model(family: Family, values: Mapping[str, object]) -> bool:
     try:
-        with torch.device("meta"):
+        with quiet_transformers(), torch.device("meta"):
             getattr(transformers, family.architecture)(_make(family, values))
     except StoppedError:
         raise
@@ -88,3 +92,34 @@ def _last_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     text = lines[-1].strip().rstrip(".") if lines else ""
     return text if len(lines) > 1 or (text and isinstance(error, ValueError)) else f"{type(error).__name__}: {text}"
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[list[str]]:
+    """Silence transformers' progress bar and log.
+
+    Yields:
+        A list to which transformers' log texts are appended. Some errors, as when it merges experts, are only there.
+    """
+    said, theirs = _Said(), logging.getLogger("transformers")
+    before = theirs.level, theirs.handlers, theirs.propagate
+    bars = transformers_logging.is_progress_bar_enabled()
+    theirs.setLevel(logging.WARNING)
+    theirs.handlers, theirs.propagate = [said], False
+    transformers_logging.disable_progress_bar()
+    try:
+        yield said.texts
+    finally:
+        level, theirs.handlers, theirs.propagate = before
+        theirs.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

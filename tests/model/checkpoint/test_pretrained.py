@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.errors import InputError, SarathiError
 from sarathi_pp.model.attention import choose_backend
+from sarathi_pp.model.checkpoint.pretrained import load_config
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.loader import load_stage
 from tests import thinning
@@ -129,3 +131,12 @@ def test_a_shape_that_config_does_not_ask_for_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 130}))
     with pytest.raises(InputError, match=r"tensor \S+ has the shape \[128, 48\], and config.json asks for \[130, 48\]"):
         load(tmp_path, check_model(tmp_path))
+
+
+def test_the_user_sees_no_advice_of_transformers_about_config_json(tmp_path, caplog):
+    """It recommends another key for the factors of Phi-3.5, on each rank."""
+    write_checkpoint("phi3_longrope", tmp_path)
+    transformers_logging.warning_once.cache_clear()
+    caplog.clear()
+    load_config(tmp_path)
+    assert not caplog.records

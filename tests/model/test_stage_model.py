@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import ConfigError, InputError, MissingError
@@ -26,7 +27,8 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import layer_windows, load_lm_head, load_stage
 from sarathi_pp.model.stage_model import LMHead, StageModel
-from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, thinned, write_checkpoint
+from tests.commands.processes import environment
+from tests.model.families import BRIEF, FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, thinned, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -140,17 +142,22 @@ def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) 
     return worst / largest
 
 
-@pytest.mark.parametrize(
-    "layers, shards, backend",
-    [
-        (ONE_STAGE, 1, "auto"),
-        pytest.param(TWO_STAGES, 1, "sdpa", marks=pytest.mark.full),
-        pytest.param(TWO_STAGES, 3, "auto", marks=pytest.mark.oldest),
-        (FOUR_STAGES, 3, "sdpa"),
-    ],
-    ids=["one", "two-sdpa", "two", "four-sdpa"],
-)
-@pytest.mark.parametrize("family", FAMILIES)
+def chained() -> Iterator[ParameterSet]:
+    """Yield every family on 1, 2 and 4 stages. By default those in BRIEF run on two only."""
+    cases = {
+        "one": (ONE_STAGE, 1, "auto"),
+        "two-sdpa": (TWO_STAGES, 1, "sdpa"),
+        "two": (TWO_STAGES, 3, "auto"),
+        "four-sdpa": (FOUR_STAGES, 3, "sdpa"),
+    }
+    for family in FAMILIES:
+        for name, case in cases.items():
+            full = name == "two-sdpa" or (family in BRIEF and name != "two")
+            marks = [pytest.mark.full] if full else [pytest.mark.oldest] if name == "two" else []
+            yield pytest.param(family, *case, marks=marks, id=f"{family}-{name}")
+
+
+@pytest.mark.parametrize("family, layers, shards, backend", list(chained()))
 def test_chained_slices_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], shards: int, backend: str, saved: Saved, record_property: Any
 ) -> None:
@@ -205,7 +212,8 @@ def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, 
     directory, _ = saved(family, 1)
     facts = check_model(directory)
     stages = [load(directory, part, backend="numba") for part in TWO_STAGES]
-    alone = tuple(((name, 1),) for name, count in LENGTHS.items() for _ in range(count))
+    # Beyond the window. All positions run in SCHEDULE too.
+    alone = tuple(((name, 1),) for name, count in LENGTHS.items() for _ in range(min(count, WINDOW + 4)))
     together = run_schedule(stages, facts, (tuple(LENGTHS.items()),))
     for answers in (run_schedule(stages, facts, alone), run_schedule(stages, facts)):
         for name, rows in answers.items():
@@ -246,7 +254,7 @@ def test_the_proof_covers_every_supported_family() -> None:
     assert proven == {family.model_type for family in SUPPORTED.values()}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "opt" not in name])
+@pytest.mark.parametrize("family", thinned(name for name in FAMILIES if "opt" not in name))
 def test_windows_are_those_of_the_models_masks(family: str, saved: Saved) -> None:
     """A prompt longer than the window shows a window that is missing or in the wrong layer."""
     directory, reference = saved(family, 1)
@@ -448,6 +456,22 @@ for dtype in (torch.bfloat16, torch.float32):
 """
 
 
+def peaks_of_loading(tiny: Path, model: Path) -> list[tuple[int, int]]:
+    """Return the bytes by which a process grew while it loaded a slice, and those of the slice, in two types.
+
+    Args:
+        tiny: directory of a model that is loaded first.
+        model: directory of a model of 8 layers.
+    """
+    script = model / "peak.py"
+    script.write_text(PEAK)
+    command = [sys.executable, str(script), str(tiny), str(model)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [(int(grown), int(held)) for grown, held in lines]
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
 def test_loading_peaks_near_the_slice(saved: Saved, tmp_path: Path) -> None:
     """A float32 checkpoint of 168 MB, of which the slice is half."""
@@ -455,12 +479,8 @@ def test_loading_peaks_near_the_slice(saved: Saved, tmp_path: Path) -> None:
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", PEAK, str(tiny), str(tmp_path)]
-    done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     # Each of the loader's threads holds one block, or one smaller tensor in both types, while it converts.
-    for line, scratch in zip(done.stdout.splitlines(), (4 * BLOCK_BYTES, 0), strict=True):
-        grown, held = map(int, line.split())
+    for (grown, held), scratch in zip(peaks_of_loading(tiny, tmp_path), (4 * BLOCK_BYTES, 0), strict=True):
         assert held > 40e6
         assert grown < 1.1 * held + scratch, f"{grown / 1e6:.0f} MB for a slice of {held / 1e6:.0f} MB"
 

@@ -27,6 +27,8 @@ from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.loader import load_stage
 from sarathi_pp.model.tensor_parallel import Split, Summed, TensorShard
+from tests import thinning
+from tests.commands.processes import environment
 from tests.machine import patient
 from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, thinned, write_checkpoint
 from tests.model.shards import load_gang
@@ -112,7 +114,10 @@ def expected_greedy(reference: Any, prompt: list[int], num_tokens: int) -> list[
 def test_shards_together_give_the_whole_models_logits(
     family: str, layers: tuple[tuple[int, int], ...], saved: Saved, record_property: Any
 ) -> None:
-    """Gang checks the same bits on every shard. The greedy tokens must be those of transformers."""
+    """Gang checks the same bits on every shard. The greedy tokens must be those of transformers.
+
+    By default they are few, because the logits of SCHEDULE decide them too.
+    """
     directory, reference = saved(family)
     stages = gangs(directory, layers, 2)
     answers = run_schedule(stages, check_model(directory))
@@ -120,16 +125,18 @@ def test_shards_together_give_the_whole_models_logits(
     error = relative_error(answers, reference)
     record_property("relative_error", error)
     assert error < 1e-5
-    whole = run_schedule([load(directory, part, backend="auto") for part in layers], check_model(directory))
-    largest = max(logits.abs().max().item() for rows in whole.values() for logits in rows.values())
-    apart = max(
-        (whole[name][at] - row).abs().max().item() for name, rows in answers.items() for at, row in rows.items()
-    )
-    assert apart / largest < 1e-5
+    if thinning.full:
+        whole = run_schedule([load(directory, part, backend="auto") for part in layers], check_model(directory))
+        largest = max(logits.abs().max().item() for rows in whole.values() for logits in rows.values())
+        apart = max(
+            (whole[name][at] - row).abs().max().item() for name, rows in answers.items() for at, row in rows.items()
+        )
+        assert apart / largest < 1e-5
     found: set[int] = set()
+    num_tokens = 12 if thinning.full else 5
     for prompt in (ids[:23].tolist() for ids in prompts().values()):
-        tokens = greedy(stages, prompt, 12)
-        assert tokens == expected_greedy(reference, prompt, 12)
+        tokens = greedy(stages, prompt, num_tokens)
+        assert tokens == expected_greedy(reference, prompt, num_tokens)
         found |= set(tokens)
     assert len(found) > 3
 
@@ -423,7 +430,15 @@ def test_shards_on_gloo(saved: Saved, tmp_path: Path) -> None:
     answers = [tmp_path / f"{rank}.pt" for rank in range(2)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "rank.py"), str(directory), str(tmp_path / "store"), str(rank), str(answer)]
+            [
+                sys.executable,
+                str(tmp_path / "rank.py"),
+                str(directory),
+                str(tmp_path / "store"),
+                str(rank),
+                str(answer),
+            ],
+            env=environment(),
         )
         for rank, answer in enumerate(answers)
     ]

@@ -155,6 +155,7 @@ def damages(folder: Path, *, full: bool) -> None:
 
 
 if __name__ == "__main__":
+    numba.njit(lambda x: x)(1.0)  # prepares the compiler, which takes half a second, once for all forks
     every = "--full" in sys.argv
     crashes(Path(sys.argv[1]), full=every)
     damages(Path(sys.argv[1]), full=every)

@@ -7,18 +7,13 @@ they give up.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.machine import patient
-
-ROOT = Path(__file__).parents[3]
+from tests.kernels.triton.compiler import run_compiler
 
 # This needs a process of its own: in this one kernels belong to the interpreter. A type is a pointer's, a number's, or
 # the value of a constant. None means an argument that is not given.
@@ -131,7 +126,7 @@ print(json.dumps({capability: code(module._attend, capability, found) for capabi
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
-    found = {*_compiled(tmp_path, _COMPILE, str(capability)).split()}
+    found = {*run_compiler(tmp_path, _COMPILE, str(capability)).split()}
     assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_find_peaks", "_weigh", "_invert"}
 
 
@@ -141,7 +136,7 @@ def attend(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Co
     shapes: dict[str, list[tuple[int, int]]] = {"decodes": [(1024, 1)] * 64, "chunk": [(4096, 512)]}
     found = {}
     for name, extents in shapes.items():
-        made = _compiled(tmp_path_factory.mktemp(name), _ATTEND, json.dumps(extents), json.dumps([80, 90]))
+        made = run_compiler(tmp_path_factory.mktemp(name), _ATTEND, json.dumps(extents), json.dumps([80, 90]))
         for capability, code in json.loads(made).items():
             found[name, int(capability)] = Code.of(code["text"], code["shared"])
     return found
@@ -235,14 +230,3 @@ class Code:
 
 def _named(instructions: list[str], *names: str) -> list[str]:
     return [line for line in instructions if line.split(" ")[0].split(".")[0] in names]
-
-
-def _compiled(cache: Path, program: str, *arguments: str) -> str:
-    """Return the program's output, in a process without the interpreter's kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join((str(ROOT / "kernels"), environment.get("PYTHONPATH", "")))
-    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
-    command = (sys.executable, "-P", "-c", program, *arguments)
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(280))
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from tests.engine.pipeline import run_pipeline
 from tests.model.checkpoint.quantised import FORMS, Form, Published, answers, publish, write_published
 from tests.model.families import NUM_LAYERS, VOCAB_SIZE, write_checkpoint
 from tests.model.shards import load_gang
-from tests.model.test_stage_model import FOUR_STAGES, ONE_STAGE, PEAK, TWO_STAGES, load
+from tests.model.test_stage_model import FOUR_STAGES, ONE_STAGE, TWO_STAGES, load, peaks_of_loading
 
 # Mixtures of experts in the forms in which they are published.
 CASES = [
@@ -391,12 +389,8 @@ def test_loading_peaks_near_the_floats(form: str, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
     publish(FORMS[form], tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "tiny"), str(tmp_path / "quantised")]
-    done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     blocks = 4 * tensor._BLOCK_VALUES * 16  # codes, floats, scales and their product
-    for line in done.stdout.splitlines():
-        grown, held = map(int, line.split())
+    for grown, held in peaks_of_loading(tmp_path / "tiny", tmp_path / "quantised"):
         assert held > 40e6
         assert grown < 1.05 * held + blocks, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of floats"
 

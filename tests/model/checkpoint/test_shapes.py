@@ -21,9 +21,9 @@ SPANS = ((0, 2), (2, 4), (4, NUM_LAYERS), (0, NUM_LAYERS), (NUM_LAYERS, NUM_LAYE
 def test_each_stage_has_the_bytes_that_loading_takes(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     described = describe_tensors(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):
-        stored = [stage_bytes(tmp_path, span, dtype) for span in SPANS]
-        assert [stage_bytes(tmp_path, span, dtype, checkpoint=described) for span in SPANS] == stored
+    for dtype, spans in ((torch.float32, SPANS), (torch.bfloat16, SPANS[-2:])):
+        stored = [stage_bytes(tmp_path, span, dtype) for span in spans]
+        assert [stage_bytes(tmp_path, span, dtype, checkpoint=described) for span in spans] == stored
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

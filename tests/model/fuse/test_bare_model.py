@@ -10,20 +10,24 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.fuse.bare_model import BareModel, bare_lm_head
+from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from sarathi_pp.model.fuse.bare_model import BareModel, bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import StageModel
-from tests.model.families import FAMILIES, NUM_LAYERS, thinned, write_checkpoint
+from tests import thinning
+from tests.model.families import BRIEF, FAMILIES, NUM_LAYERS, architecture, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -46,6 +50,12 @@ def checkpoint(directory: Path, family: str, **changed: Any) -> Path:
     config.update(changed)
     write_checkpoint(family, directory, config=config)
     return directory
+
+
+def without_weights(family: str) -> Any:
+    """Return transformers' model on the meta device: its code alone decides what replaces it."""
+    with torch.device("meta"):
+        return getattr(transformers, architecture(family))(FAMILIES[family]())
 
 
 def run(stages: list[StageModel], dtype: torch.dtype) -> list[Tensor]:
@@ -72,15 +82,23 @@ def load(directory: Path, dtype: torch.dtype, bounds: tuple[int, ...]) -> list[S
     return [load_stage(directory, layers, NUM_LAYERS, dtype, CPU, backend) for layers in pairwise(bounds)]
 
 
+def bare() -> Iterator[ParameterSet]:
+    """Yield the families in both types. In bfloat16 only those like Llama have other layers than in float32."""
+    for family in sorted(WITH_BARE_MODEL):
+        for dtype in (torch.float32, torch.bfloat16):
+            full = family in BRIEF or (dtype == torch.bfloat16 and family not in LIKE_LLAMA)
+            name = f"{family}-{str(dtype).removeprefix('torch.')}"
+            yield pytest.param(family, dtype, marks=[pytest.mark.full] if full else [], id=name)
+
+
 @pytest.mark.oldest
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", thinned(sorted(WITH_BARE_MODEL)))
+@pytest.mark.parametrize("family, dtype", list(bare()))
 def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as compiled layers need it
     try:
         directory = checkpoint(tmp_path, family, **(WIDE if family in LIKE_LLAMA else {}))
-        for bounds in ((0, NUM_LAYERS), (0, 2, NUM_LAYERS)):
+        for bounds in ((0, 2, NUM_LAYERS), *([(0, NUM_LAYERS)] if thinning.full else [])):
             stages = load(directory, dtype, bounds)
             assert all(isinstance(stage.module.base_model, BareModel) for stage in stages)
             head = load_lm_head(directory, dtype, CPU)
@@ -103,15 +121,17 @@ def test_no_bit_differs_from_transformers_own_forward(family, dtype, tmp_path):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_head_is_bare_where_the_model_makes_nothing_else_of_what_it_gives(family, tmp_path):
     """This is false if logits are scaled or capped, and for models that were not reviewed."""
-    module = load_lm_head(checkpoint(tmp_path, family), torch.float32, CPU).module
-    assert (bare_lm_head(module, "lm_head") is not None) == (family in LIKE_LLAMA)
+    like = family in LIKE_LLAMA
+    module = load_lm_head(checkpoint(tmp_path, family), torch.float32, CPU).module if like else without_weights(family)
+    assert (bare_lm_head(module, "lm_head") is not None) == like
 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITH_BARE_MODEL - WITH_EITHER))
-def test_others_keep_their_own_forward(family, tmp_path):
-    (stage,) = load(checkpoint(tmp_path, family), torch.float32, (0, NUM_LAYERS))
-    assert not any(isinstance(module, BareModel) for module in stage.module.modules())
+def test_others_keep_their_own_forward(family):
+    module = without_weights(family)
+    assert not use_bare_model(module, SUPPORTED[type(module).__name__].base)
+    assert not any(isinstance(part, BareModel) for part in module.modules())
 
 
 def rotary(head_dim: int = 64, **parameters: Any) -> Any:

@@ -99,7 +99,7 @@ model() {
 # Run the cases marked `oldest` again, with the oldest transformers before that of .venv on the path. The folder .oldest
 # is kept, as .venv is.
 oldest() {
-    local jobs=(-m oldest "${families[@]}") folder=$root/.oldest
+    local jobs=(-m oldest "${families[@]}") folder=$root/.oldest marked
     echo "-- $(grep ^transformers launch/oldest.txt)"
     if ! cmp -s launch/oldest.txt "$folder/oldest.txt"; then
         rm -rf "$folder"
@@ -115,7 +115,12 @@ oldest() {
         failed=$((failed + 1))
         return 1
     fi
-    PYTHONPATH=$folder run_tests tests/model tests/text tests/inputs tests/commands tests/mockgpu
+    # By name, because every worker imports all files in which it looks for tests.
+    mapfile -t marked < <(
+        grep -rl 'mark\.oldest' --include='test_*.py' tests/model tests/text tests/inputs tests/commands tests/mockgpu
+    )
+    [ ${#marked[@]} -gt 0 ] || return 1
+    PYTHONPATH=$folder run_tests "${marked[@]}"
 }
 # has PROGRAM PACKAGE: install the package if the program is missing. Only root can. Otherwise its tests are skipped.
 has() {

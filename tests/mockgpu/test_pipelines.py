@@ -36,7 +36,7 @@ def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tu
         if len(prompt) <= LONGEST
     ][:MOST]
     files.write_prompts([prompt for prompt, _ in asked])
-    few = ("--chunk-size", "12", "--max-num-seqs", "3", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
+    few = ("--chunk-size", "7", "--max-num-seqs", "3", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
     command = (*COMMAND, *files.options(reference.directory, "--device", "cuda", "--dtype", "float32", *few, *options))
     hazards = folder / "hazards"
     done = subprocess.run(

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.loader import _has_experts
 from tests.model.families import BRIEF, FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, build_model
 
@@ -148,9 +149,13 @@ def test_every_setting_changes_the_logits(family: str, key: str) -> None:
     assert (logits(other) - whole).abs().max() > LEAST * whole.abs().max()
 
 
-def test_experts_are_found() -> None:
-    """The names in config.json differ, and transformers gives each of them one of two names."""
+def test_experts_soft_caps_and_sinks_are_found() -> None:
+    """The names of experts in config.json differ, and transformers gives each of them one of two names."""
     for family, config in FAMILIES.items():
         with torch.device("meta"):
             model = getattr(transformers, architecture(family))(config())
-        assert _has_experts(model.config) == any(".experts." in name for name, _ in model.named_parameters()), family
+        names, known = [name for name, _ in model.named_parameters()], SUPPORTED[architecture(family)]
+        assert _has_experts(model.config) == any(".experts." in name for name in names), family
+        assert known.sinks == any(name.endswith(".sinks") for name in names), family
+        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+        assert known.softcap == ("attn_logit_softcapping" if capped else None), family

@@ -24,7 +24,7 @@ from tests.exact.answers import generate
 from tests.model.families import FAMILIES, write_checkpoint
 
 GROUP = 16
-BLOCK = (32, 32)
+BLOCK = (32, 16)
 
 
 @dataclass

@@ -52,7 +52,7 @@ def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tu
     ("gpus", "options", "transport"),
     [
         pytest.param(1, ("--stages", "1"), "gloo", marks=pytest.mark.full),
-        (1, ("--stages", "2"), "gloo"),
+        pytest.param(1, ("--stages", "2"), "gloo", marks=pytest.mark.full),
         (2, ("--stages", "2"), "nccl"),
         pytest.param(2, ("--stages", "2", "--replicas", "2"), "gloo", marks=pytest.mark.full),
         pytest.param(4, ("--stages", "2", "--replicas", "2"), "nccl", marks=pytest.mark.full),

@@ -144,7 +144,7 @@ def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) 
 
 
 def chained() -> Iterator[ParameterSet]:
-    """Yield every family on 1, 2 and 4 stages. By default those in BRIEF run on two only."""
+    """Yield every family on 1, 2 and 4 stages. By default it runs on 2, and those not in BRIEF run on 4 too."""
     cases = {
         "one": (ONE_STAGE, 1, "auto"),
         "two-sdpa": (TWO_STAGES, 1, "sdpa"),
@@ -153,7 +153,7 @@ def chained() -> Iterator[ParameterSet]:
     }
     for family in FAMILIES:
         for name, case in cases.items():
-            full = name == "two-sdpa" or (family in BRIEF and name != "two")
+            full = name in ("one", "two-sdpa") or (family in BRIEF and name != "two")
             marks = [pytest.mark.full] if full else [pytest.mark.oldest] if name == "two" else []
             yield pytest.param(family, *case, marks=marks, id=f"{family}-{name}")
 

@@ -6,8 +6,10 @@ import errno
 import itertools
 import logging
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,17 +78,28 @@ print(change(10.0), sum(change.stats.cache_hits.values()))
 
 def test_whatever_decides_the_code_decides_the_file(tmp_path) -> None:
     """The name depends on the source, constants and settings. The file's modification time does not matter."""
-    script = tmp_path / "kernel.py"
+    script, printed = tmp_path / "kernel.py", tmp_path / "printed"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
     def run(body: str = "a + N", above: str = "N = 1", options: str = "", **settings: str) -> tuple[float, int]:
         script.write_text(_SOURCE.format(above=above, body=body, options=options))
         os.utime(script, (1e9, 1e9))
-        command = [sys.executable, str(script)]
-        done = subprocess.run(command, env={**environment, **settings}, capture_output=True, text=True, check=True)
-        found, hits = done.stdout.split()
+
+        def work() -> None:
+            use(tmp_path / "cache")
+            with printed.open("w") as file, redirect_stdout(file):
+                runpy.run_path(str(script), run_name="__main__")
+
+        if settings:
+            command = [sys.executable, str(script)]
+            with printed.open("w") as file:
+                subprocess.run(command, env={**environment, **settings}, stdout=file, check=True)
+        else:
+            assert forked(work) == 0  # Python and numba have started
+        found, hits = printed.read_text().split()
         return float(found), int(hits)
 
+    numba.njit(lambda x: x)(1.0)  # prepares the compiler once for all forks
     assert [run(), run()] == [(11, 0), (11, 1)]
     assert run(above="N = 2") == (12, 0)
     assert run(body="a - N") == (9, 0)

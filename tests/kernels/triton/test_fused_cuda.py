@@ -28,7 +28,7 @@ from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed, TensorShard
 from sarathi_pp.model.triton_available import has_kernels
 from sarathi_pp.stages.model_stage import ModelStages
-from tests.model.families import build_model, write_checkpoint
+from tests.model.families import build_model, with_layers, write_checkpoint
 from tests.model.shards import load_gang
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def fused(model: Any) -> Any:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_no_greedy_token_changes(family: str) -> None:
-    model = build_model(family)
+    model = build_model(family, config=with_layers(family, 2))
     faster, ids = fused(model), torch.arange(3, 18)
     found, expected = logits(faster, ids), model(ids[None]).logits[0]
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
@@ -75,7 +75,7 @@ def test_no_greedy_token_changes(family: str) -> None:
 @torch.inference_mode()
 def test_half_precision_is_about_as_near_to_float32_as_unfused(dtype: torch.dtype, factor: float) -> None:
     """The interpreter truncates to bfloat16 and a device rounds: twice the error of each rounding, and a bias."""
-    exact, ids = build_model("qwen3"), torch.arange(3, 18)
+    exact, ids = build_model("qwen3", config=with_layers("qwen3", 2)), torch.arange(3, 18)
     plain = copy.deepcopy(exact).to(dtype)
     target = exact(ids[None]).logits[0]
 
@@ -127,7 +127,7 @@ def test_tensor_shards_add_up_behind_fused_products(
 ) -> None:
     """llama's tiny model has biases after the sums."""
     monkeypatch.setattr(loader, "fuse", partial(fuse, by_kernels=True))
-    model = write_checkpoint(family, tmp_path)
+    model = write_checkpoint(family, tmp_path, config=with_layers(family, 2))
     layers = (0, model.config.num_hidden_layers)
     gang = load_gang(tmp_path, check_model(tmp_path), layers, 2, PAGE_SIZE, 6, backend="sdpa")
     for stage in gang.stages:

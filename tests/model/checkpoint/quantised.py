@@ -24,7 +24,8 @@ from tests.exact.answers import generate
 from tests.model.families import FAMILIES, write_checkpoint
 
 GROUP = 16
-BLOCK = (32, 16)
+BLOCK = (32, 32)
+OBLONG = (32, 16)  # in these, height and width of a block cannot be confused
 
 
 @dataclass
@@ -131,7 +132,7 @@ def _compressed(weights: dict[str, Any], name: str, scale_dtype: torch.dtype) ->
 
     def quantise(weight: Tensor) -> Quantised:
         most = 448.0 if weights["type"] == "float" else 2.0 ** (weights["num_bits"] - 1) - 1
-        blocks = {"tensor": weight.shape, "channel": (1, weight.shape[1]), "group": (1, GROUP), "block": BLOCK}
+        blocks = {"tensor": weight.shape, "channel": (1, weight.shape[1]), "group": (1, GROUP), "block": OBLONG}
         height, width = blocks[weights["strategy"]]
         padded = _pad(weight, (height, width))
         view = padded.view(padded.shape[0] // height, height, -1, width)
@@ -247,7 +248,7 @@ FORMS: Mapping[str, Form] = {
     "int8 tensor": _compressed_form("int-quantized", torch.float32, strategy="tensor"),
     "float8 channels": _compressed_form("float-quantized", type="float"),
     "float8 tensor": _compressed_form("naive-quantized", type="float", strategy="tensor"),
-    "float8 blocks": _compressed_form("float-quantized", type="float", strategy="block", block_structure=list(BLOCK)),
+    "float8 blocks": _compressed_form("float-quantized", type="float", strategy="block", block_structure=list(OBLONG)),
     "gptq int4": Form({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}, _gptq(4)),
     "gptq int4 ordered": Form(
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, _gptq(4, act_order=True)

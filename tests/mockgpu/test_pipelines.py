@@ -16,9 +16,9 @@ from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 from tests.model.families import with_layers
 
-NEW_TOKENS = 4
+NEW_TOKENS = 3
 # Few and short: Triton's interpreter takes a second for microseconds of a device.
-LONGEST, MOST, LAYERS = 13, 4, 2
+LONGEST, MOST, LAYERS = 13, 3, 2
 
 
 @pytest.fixture(scope="module", params=["llama"])
@@ -36,7 +36,7 @@ def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tu
         if len(prompt) <= LONGEST
     ][:MOST]
     files.write_prompts([prompt for prompt, _ in asked])
-    few = ("--chunk-size", "7", "--max-num-seqs", "3", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
+    few = ("--chunk-size", "7", "--max-num-seqs", "2", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
     command = (*COMMAND, *files.options(reference.directory, "--device", "cuda", "--dtype", "float32", *few, *options))
     hazards = folder / "hazards"
     done = subprocess.run(

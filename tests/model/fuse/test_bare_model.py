@@ -162,7 +162,7 @@ def test_angles_looked_up_are_those_computed(head_dim, kind, dtype, threads):
     cache, like = RotaryCache(model), torch.zeros(1, dtype=dtype)
 
     @given(positions)
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=thinning.examples(60), deadline=None)
     def check(asked: list[int]) -> None:
         at = torch.tensor(asked)
         looked_up, computed = cache.of(at, max(asked) + 1, like), model(like, position_ids=at[None])

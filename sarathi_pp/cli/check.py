@@ -28,7 +28,7 @@ _PROMPTS = OptionGroup(
     "Prompts",
     Option(
         "--prompts",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        type=click.Path(path_type=Path),
         metavar="FILE",
         show_default="random tokens",
         help="Text with a prompt on each line.",
@@ -57,10 +57,12 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
     activity = Activity()
     with StatusLine(Console(stderr=True), activity), activity.phase("loading libraries"):
         from sarathi_pp.model.checkpoint.fetch import find_model
-        from sarathi_pp.stages.check import check_stages, read_prompts
+        from sarathi_pp.stages.check import check_stages
+        from sarathi_pp.stages.check_prompts import random_prompts, read_prompts
 
         directory = find_model(model)
-        found = check_stages(model, directory, stages, read_prompts(directory, prompts), activity)
+        tokens = random_prompts(directory) if prompts is None else read_prompts(directory, prompts)
+        found = check_stages(model, directory, stages, tokens, activity)
     Console(stderr=True).print(_render(found))
     if as_json:
         click.echo(json.dumps(found.to_json()))

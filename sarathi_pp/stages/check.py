@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.core.partition import partition
-from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.model.attention import AttentionBackend, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
@@ -31,7 +30,6 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.reference import Reference
 from sarathi_pp.process.activity import Activity
-from sarathi_pp.text.tokenizer import Tokenizer
 
 SCHEMA = "sarathi-pp/check/1"
 # Largest difference of a row that is rounding, see _error.
@@ -45,9 +43,6 @@ _DECODES = 4
 # Share of the available memory that transformers' whole model and one stage may take.
 _ROOM = 0.7
 _CPU = torch.device("cpu")
-
-# Tokens of the random prompts.
-_LENGTHS = (1, 7, 64, 200)
 
 Layers = tuple[int, int]
 
@@ -103,30 +98,6 @@ class ModelCheck:
     def to_json(self) -> dict[str, Any]:
         """Return the document that `sarathi-pp check --json` prints."""
         return {"schema": SCHEMA, **asdict(self), "exact": self.exact}
-
-
-def read_prompts(directory: Path, file: Path | None) -> list[list[int]]:
-    """Return the token ids of the prompts in a file, one per line; random ones without a file.
-
-    Raises:
-        InputError: the file has no prompt, or the model has no tokenizer for it.
-    """
-    facts = check_model(directory)
-    if file is None:
-        generator = torch.Generator().manual_seed(0)
-        longest = min(_LENGTHS[-1], facts.max_position_embeddings)
-        lengths = [length for length in _LENGTHS if length <= longest] or [longest]
-        return [torch.randint(0, facts.vocab_size, (length,), generator=generator).tolist() for length in lengths]
-    tokenizer = Tokenizer.load(directory, vocab_size=facts.vocab_size)
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise InputError(f"--prompts {file} has no lines; give a text file with a prompt on each line")
-    try:
-        return [
-            list(tokenizer.encode_prompt(line, most_tokens=facts.max_position_embeddings).token_ids) for line in lines
-        ]
-    except RowError as error:
-        raise InputError(f"--prompts {file}: {error}") from error
 
 
 def check_stages(

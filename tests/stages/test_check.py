@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from sarathi_pp.cli.main import main
-from sarathi_pp.errors import InputError, PartitionError
+from sarathi_pp.errors import PartitionError
 from sarathi_pp.model import loader
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages import check
-from sarathi_pp.stages.check import ModelCheck, check_stages, read_prompts
+from sarathi_pp.stages.check import ModelCheck, check_stages
+from sarathi_pp.stages.check_prompts import random_prompts
 from tests.model.families import FAMILIES, write_checkpoint
 
 ADDER = Path("examples/tiny-adder").resolve()
@@ -36,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def checked(directory: Path, stages: int = 2) -> ModelCheck:
-    return check_stages("m", directory, stages, read_prompts(directory, None), Activity())
+    return check_stages("m", directory, stages, random_prompts(directory), Activity())
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def checked(directory: Path, stages: int = 2) -> ModelCheck:
 def test_every_family_passes(family: str, saved: Saved) -> None:
     found = checked(saved(family))
     assert found.exact and found.whole, found
-    assert found.num_tokens == sum(map(len, read_prompts(saved(family), None)))
+    assert found.num_tokens == sum(map(len, random_prompts(saved(family))))
     assert [stage.layers for stage in found.stages] == [(0, 3), (3, 5)]
     assert 0 < max(stage.error for stage in found.stages) < 3e-5
 
@@ -146,12 +147,6 @@ def test_the_command_ends_with_1_if_a_layer_differs(
     assert json.loads(printed.out)["stages"][0]["first_layer"] == 0
 
 
-def test_prompts_that_cannot_be_used(tmp_path: Path, saved: Saved) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(InputError, match="has no lines"):
-        read_prompts(ADDER, tmp_path / "empty.txt")
-    (tmp_path / "text.txt").write_text("hello\n")
-    with pytest.raises(InputError, match="tokenizer"):
-        read_prompts(saved("qwen3"), tmp_path / "text.txt")
+def test_more_stages_than_layers_are_refused(saved: Saved) -> None:
     with pytest.raises(PartitionError):
         checked(saved("qwen3"), 9)

@@ -1,12 +1,12 @@
 """A check that stages compute what transformers computes, on this machine, for one model.
 
-    transformers' own layers   prompts in one piece      ->  activations before and after every layer, logits
+    transformers' own layers   prompts in one piece      ->  activations before and after each stage, logits
     stages                     the same, as in a run:    ->  the same rows
                                chunks, then decodes,
                                several prompts at once
 
 Every stage gets the activations that transformers has there. So a difference does not travel, and the layer that causes
-it is found by computing each layer of the stage alone.
+it is found by computing each layer of the stage alone. Prompts are computed in groups, so that memory is bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -27,9 +26,10 @@ from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.loader import load_stage, stage_bytes
-from sarathi_pp.model.reference import Reference
+from sarathi_pp.model.loader import load_stage
 from sarathi_pp.process.activity import Activity
+from sarathi_pp.stages.check_memory import CheckMemory, Layers, split_groups
+from sarathi_pp.stages.reference import Activations, Reference
 
 SCHEMA = "sarathi-pp/check/1"
 # Largest difference of a row that is rounding, see _error.
@@ -40,11 +40,7 @@ _PAGE_SIZE = 16
 _CHUNK = 48
 # Tokens at the end of each prompt that are computed one at a time, as decodes are.
 _DECODES = 4
-# Share of the available memory that transformers' whole model and one stage may take.
-_ROOM = 0.7
 _CPU = torch.device("cpu")
-
-Layers = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class ModelCheck:
 
     Attributes:
         whole: transformers computed its whole model at once. Otherwise it computed one stage's layers at a time,
-            because they do not fit into memory together.
+            because two copies of the model do not fit into memory.
         num_tokens: number of positions whose next token was compared.
         num_equal: number of them whose next token is equal.
         num_close: number of others that are close calls.
@@ -113,60 +109,128 @@ def check_stages(
     Raises:
         PartitionError: the model has fewer layers than stages.
         InputError, MissingError, UnsafeError, UnsupportedModelError: see `check_model`.
-        CapacityError: a stage does not fit into memory.
+        CapacityError: the memory is too small.
     """
     facts = check_model(directory)
     stages = partition(facts.num_layers, num_stages)
+    lengths = [len(prompt) for prompt in prompts]
+    parts = CheckMemory.of(directory, facts, stages).parts(lengths)
     backend = choose_backend("auto", _CPU, _PAGE_SIZE)
-    whole = _fits(directory, facts, stages)
-    found = ModelCheck(name, facts.model_type, facts.quantised, whole, backend.name)
-    expected = [torch.tensor(prompt) for prompt in prompts]
-    for layers, activations in _references(directory, facts, stages, expected, whole, activity):
-        first, end = layers
-        with activity.phase(f"comparing layers {first} to {end - 1} of {facts.num_layers}"):
-            stage = _Stage(directory, layers, facts, backend)
-            rows = stage.compute(activations[first])
-            del stage  # the next one is loaded before this name is bound again
-            check = StageCheck(layers, _error(rows, activations[end], activations[first]))
-            if not check.exact:
-                check = _locate(directory, facts, backend, check, activations)
-            found.stages.append(check)
-        if end == facts.num_layers:
-            _count_tokens(found, rows, activations[end])
+    found = ModelCheck(name, facts.model_type, facts.quantised, parts[0] == (0, facts.num_layers), backend.name)
+    checker = _Checker(directory, facts, backend, split_groups(lengths), activity)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    for part in parts:
+        inside = [layers for layers in stages if part[0] <= layers[0] and layers[1] <= part[1]]
+        for result in checker.compare(part, inside, rows):
+            found.stages.append(result.check)
+            found.num_tokens += result.num_tokens
+            found.num_equal += result.num_equal
+            found.num_close += result.num_close
     return found
 
 
-def _fits(directory: Path, facts: ModelFacts, stages: Sequence[Layers]) -> bool:
-    """Return whether transformers' whole model and the largest stage fit into memory together."""
-    needed = stage_bytes(directory, (0, facts.num_layers), torch.float32)
-    largest = max(stage_bytes(directory, layers, torch.float32) for layers in stages)
-    return needed + largest <= _ROOM * psutil.virtual_memory().available
+@dataclass
+class _Difference:
+    """The largest difference of rows from those of transformers, and the number of equal next tokens."""
+
+    error: float = 0.0
+    num_tokens: int = 0
+    num_equal: int = 0
+    num_close: int = 0
+
+    @property
+    def exact(self) -> bool:
+        return self.error <= MOST_ERROR
+
+    def add(self, other: _Difference) -> None:
+        self.error = max(self.error, other.error)
+        self.num_tokens += other.num_tokens
+        self.num_equal += other.num_equal
+        self.num_close += other.num_close
 
 
-def _references(
-    directory: Path,
-    facts: ModelFacts,
-    stages: Sequence[Layers],
-    prompts: list[Tensor],
-    whole: bool,
-    activity: Activity,
-) -> Iterator[tuple[Layers, dict[int, list[Tensor]]]]:
-    """Yield each stage's layers with transformers' activations before and after every one of them."""
-    parts = [(0, facts.num_layers)] if whole else list(stages)
-    inputs = prompts
-    for part in parts:
-        count = ReadCount()
-        with activity.phase("loading transformers' own layers", count):
-            reference = Reference(directory, part, facts.num_layers, count)
-        with activity.phase("computing with transformers' own layers"):
-            activations = reference.activations(inputs)
-        del reference
-        if part[0] == 0:
-            activations[0] = prompts
-        inputs = activations[part[1]]
-        for layers in stages:
-            if part[0] <= layers[0] and layers[1] <= part[1]:
-                yield layers, activations
+@dataclass
+class _Result(_Difference):
+    """The difference of a stage in all groups.
+
+    Attributes:
+        example: inputs of transformers' layers for the first group in which the stage differs; None if it is exact.
+    """
+
+    layers: Layers = (0, 0)
+    example: list[Tensor] | None = None
+    first_layer: int | None = None
+    layer_error: float | None = None
+
+    @property
+    def check(self) -> StageCheck:
+        return StageCheck(self.layers, self.error, self.first_layer, self.layer_error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checker:
+    """A comparison of the stages of one model with transformers, group by group.
+
+    Attributes:
+        groups: prompts of each group, by index.
+    """
+
+    directory: Path
+    facts: ModelFacts
+    backend: AttentionBackend
+    groups: Sequence[range]
+    activity: Activity
+
+    def compare(self, part: Layers, stages: Sequence[Layers], rows: list[Tensor]) -> list[_Result]:
+        """Compare the stages of a part of the model, which transformers computes at once.
+
+        Args:
+            rows: the inputs of the part's first layer for every prompt. They are replaced by its outputs, unless these
+                are logits.
+        """
+        num_layers, count = self.facts.num_layers, ReadCount()
+        with self.activity.phase("loading transformers' own layers", count):
+            reference = Reference(self.directory, part, num_layers, count)
+        with self.activity.phase("loading the stages"):
+            loaded = [self._load(layers) for layers in stages]
+        results = [_Result(layers=layers) for layers in stages]
+        for number, group in enumerate(self.groups, 1):
+            inputs = [rows[index] for index in group]
+            named = f"layers {part[0]} to {part[1] - 1} of {num_layers}, prompts {number} of {len(self.groups)}"
+            with self.activity.phase(f"computing with transformers: {named}"):
+                expected = reference.activations(inputs, [first for first, _ in stages])
+            expected[part[0]] = inputs  # token ids, if the part begins with the first layer
+            with self.activity.phase(f"comparing {named}"):
+                for stage, result in zip(loaded, results, strict=True):
+                    difference = stage.compare(expected)
+                    if not difference.exact and result.example is None:
+                        result.example = inputs
+                    result.add(difference)
+            if part[1] < num_layers:
+                for index, outputs in zip(group, expected[part[1]], strict=True):
+                    rows[index] = outputs
+        loaded.clear()  # the memory is used for single layers now
+        for result in results:
+            self._locate(reference, result)
+        return results
+
+    def _load(self, layers: Layers) -> _Stage:
+        return _Stage(self.directory, layers, self.facts, self.backend)
+
+    def _locate(self, reference: Reference, result: _Result) -> None:
+        """Find the first layer of a stage that differs when it computes alone."""
+        if result.example is None:
+            return
+        first, end = result.layers
+        with self.activity.phase(f"comparing each of the layers {first} to {end - 1} alone"):
+            expected = reference.activations(result.example, range(first, end + 1))
+            if first == 0:
+                expected[0] = result.example
+            for layer in range(first, end):
+                difference = self._load((layer, layer + 1)).compare(expected)
+                if not difference.exact:
+                    result.first_layer, result.layer_error = layer, difference.error
+                    return
 
 
 class _Stage:
@@ -177,8 +241,23 @@ class _Stage:
         self._facts = facts
         self._layers = layers
 
-    def compute(self, prompts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output rows of every prompt: activations, or logits of the last stage."""
+    def compare(self, expected: Activations) -> _Difference:
+        """Compare the rows of the stage with those of transformers.
+
+        Args:
+            expected: transformers' activations before the stage's first layer and after its last one.
+        """
+        inputs, outputs = (expected[index] for index in self._layers)
+        found = _Difference()
+        for index, first, rows in self.compute(inputs):
+            here = slice(first, first + len(rows))
+            found.error = max(found.error, _error(rows, outputs[index][here], inputs[index][here]))
+            if self._layers[1] == self._facts.num_layers:
+                found.add(_count_tokens(rows, outputs[index][here]))
+        return found
+
+    def compute(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield output rows as (prompt, first token, rows). They are activations, or logits of the last stage."""
         tables, num_pages = [], 0
         for prompt in prompts:
             needed = -(-len(prompt) // _PAGE_SIZE)
@@ -187,7 +266,6 @@ class _Stage:
         facts = self._facts
         longrope_after = facts.longrope_after or facts.max_position_embeddings
         kv = KVShard(self._layers, num_pages, _PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.float32, _CPU)
-        outputs: list[list[Tensor]] = [[] for _ in prompts]
         for microbatch in _microbatches([len(prompt) for prompt in prompts]):
             spans = [
                 Span(first, end - first, tables[index], long_factors=len(prompts[index]) > longrope_after)
@@ -197,10 +275,9 @@ class _Stage:
             inputs = build_inputs(spans, range(num_rows), _PAGE_SIZE, _CPU)
             rows = torch.cat([prompts[index][first:end] for index, first, end in microbatch])
             output = self._model.forward(rows, inputs, kv)
-            found = torch.split_with_sizes(output, [span.num_tokens for span in spans])
-            for (index, _, _), part in zip(microbatch, found, strict=True):
-                outputs[index].append(part)
-        return [torch.cat(parts) for parts in outputs]
+            parts = torch.split_with_sizes(output, [span.num_tokens for span in spans])
+            for (index, first, _), part in zip(microbatch, parts, strict=True):
+                yield index, first, part
 
 
 def _microbatches(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
@@ -217,45 +294,21 @@ def _microbatches(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]
         yield microbatch
 
 
-def _locate(
-    directory: Path,
-    facts: ModelFacts,
-    backend: AttentionBackend,
-    check: StageCheck,
-    activations: dict[int, list[Tensor]],
-) -> StageCheck:
-    """Return the result of a stage that differs, with the first of its layers that differs when it computes alone."""
-    for layer in range(*check.layers):
-        rows = _Stage(directory, (layer, layer + 1), facts, backend).compute(activations[layer])
-        error = _error(rows, activations[layer + 1], activations[layer])
-        if error > MOST_ERROR:
-            return StageCheck(check.layers, check.error, layer, error)
-    return check
-
-
-def _error(found: Sequence[Tensor], expected: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
+def _error(ours: Tensor, theirs: Tensor, before: Tensor) -> float:
     """Return the largest difference of a row, as a share of what the layers add to the row. NaN counts as infinite.
 
     The first token of many models has a few values that are thousands of times larger than the others. So each row has
     a measure of its own, and its largest value counts a hundredth, for the rounding of the sum.
     """
-    worst = 0.0
-    for ours, theirs, before in zip(found, expected, inputs, strict=True):
-        largest = theirs.abs().amax(-1)
-        added = (theirs - before).square().mean(-1).sqrt() if theirs.shape == before.shape else largest
-        error = ((ours - theirs).abs().amax(-1) / (added + 0.01 * largest).clamp(min=1e-30)).max().item()
-        if not math.isfinite(error):
-            return math.inf
-        worst = max(worst, error)
-    return worst
+    largest = theirs.abs().amax(-1)
+    added = (theirs - before).square().mean(-1).sqrt() if theirs.shape == before.shape else largest
+    error = ((ours - theirs).abs().amax(-1) / (added + 0.01 * largest).clamp(min=1e-30)).max().item()
+    return error if math.isfinite(error) else math.inf
 
 
-def _count_tokens(check: ModelCheck, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def _count_tokens(ours: Tensor, theirs: Tensor) -> _Difference:
     """Compare the next token of every position."""
-    for ours, theirs in zip(found, expected, strict=True):
-        best = theirs.topk(2).values
-        close = best[:, 0] - best[:, 1] < _CLOSE * theirs.abs().max()
-        equal = ours.argmax(-1) == theirs.argmax(-1)
-        check.num_tokens += len(equal)
-        check.num_equal += int(equal.sum())
-        check.num_close += int((~equal & close).sum())
+    best = theirs.topk(2).values
+    close = best[:, 0] - best[:, 1] < _CLOSE * theirs.abs().amax(-1)
+    equal = ours.argmax(-1) == theirs.argmax(-1)
+    return _Difference(0.0, len(equal), int(equal.sum()), int((~equal & close).sum()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from sarathi_pp.cli.main import main
-from sarathi_pp.errors import PartitionError
+from sarathi_pp.errors import CapacityError, InputError, PartitionError
 from sarathi_pp.model import loader
+from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.process.activity import Activity
-from sarathi_pp.stages import check
+from sarathi_pp.stages import check, check_memory
 from sarathi_pp.stages.check import ModelCheck, check_stages
+from sarathi_pp.stages.check_memory import CheckMemory
 from sarathi_pp.stages.check_prompts import random_prompts
-from tests.model.families import FAMILIES, write_checkpoint
+from tests.model.families import FAMILIES, build_model, write_checkpoint
 
 ADDER = Path("examples/tiny-adder").resolve()
 Saved = Callable[[str], Path]
@@ -55,26 +58,30 @@ def test_every_family_passes(family: str, saved: Saved) -> None:
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Compare with transformers' whole model, or with the layers of one stage at a time."""
     share = float(request.param)
-    monkeypatch.setattr(check, "_ROOM", share)
+    monkeypatch.setattr(check_memory, "_ROOM", share)
     return share
 
 
-def test_a_doubled_weight_is_found_in_its_layer(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layer", [2, 3])
+def test_a_doubled_weight_is_found_in_its_layer(
+    layer: int, saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, load = saved("qwen3"), check.load_stage
 
     def load_wrong(directory: Path, layers: tuple[int, int], *how: Any) -> Any:
         stage = load(directory, layers, *how)
-        if layers[0] <= 3 < layers[1]:
-            stage.module.model.layers[3].post_attention_layernorm.weight.mul_(2)
+        if layers[0] <= layer < layers[1]:
+            stage.module.model.layers[layer].post_attention_layernorm.weight.mul_(2)
         return stage
 
     assert checked(directory).exact
     monkeypatch.setattr(check, "load_stage", load_wrong)
     found = checked(directory)
-    first, second = found.stages
+    wrong, right = sorted(found.stages, key=lambda stage: stage.exact)
     assert found.whole is (room > 0)
-    assert not found.exact and first.exact and not second.exact
-    assert (second.first_layer, second.layers) == (3, (3, 5)) and (second.layer_error or 0) > 0.01
+    assert not found.exact and right.exact and not wrong.exact
+    assert wrong.first_layer == layer and wrong.layers[0] <= layer < wrong.layers[1]
+    assert (wrong.layer_error or 0) > 0.01
 
 
 def test_a_changed_rope_factor_is_found(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +107,8 @@ def test_nan_in_any_prompt_is_a_difference(prompt: int, saved: Saved, monkeypatc
     compute = check._Stage.compute
 
     def compute_wrong(self: Any, prompts: Any) -> Any:
-        rows = compute(self, prompts)
-        rows[prompt][0, 0] = torch.nan
-        return rows
+        for index, first, rows in compute(self, prompts):
+            yield index, first, torch.where(torch.tensor(index == prompt and first == 0), torch.nan, rows)
 
     monkeypatch.setattr(check._Stage, "compute", compute_wrong)
     assert not any(stage.exact for stage in checked(saved("qwen3")).stages)
@@ -112,10 +118,10 @@ def test_a_huge_value_in_one_row_hides_no_difference_in_others() -> None:
     """The first token of many models has values that are thousands of times larger than the others."""
     before, theirs = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(6))
     before[0, 0] = theirs[0, 0] = 1e4
-    assert check._error([theirs * (1 + 1e-7)], [theirs], [before]) < check.MOST_ERROR
+    assert check._error(theirs * (1 + 1e-7), theirs, before) < check.MOST_ERROR
     ours = theirs.clone()
     ours[3] *= 1.001
-    assert check._error([ours], [theirs], [before]) > 3 * check.MOST_ERROR
+    assert check._error(ours, theirs, before) > 3 * check.MOST_ERROR
 
 
 def test_a_prompt_is_computed_in_chunks_and_decodes() -> None:
@@ -125,6 +131,64 @@ def test_a_prompt_is_computed_in_chunks_and_decodes() -> None:
         assert [first for first, _ in ours] == [0, *(end for _, end in ours[:-1])] and ours[-1][1] == length
         assert [end - first for first, end in ours[-4:]] == [1] * min(4, length)
     assert max(map(len, check._microbatches([3, 60, 120]))) == 3
+
+
+def test_groups_give_the_same_result(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = checked(saved("gemma2"))
+    monkeypatch.setattr(check_memory, "_GROUP_TOKENS", 80)
+    groups = check.split_groups(list(map(len, random_prompts(saved("gemma2")))))
+    assert groups == [range(3), range(3, 4)]
+    found = checked(saved("gemma2"))
+    assert found.exact and (found.num_tokens, found.num_equal) == (at_once.num_tokens, at_once.num_equal)
+    assert [stage.layers for stage in found.stages] == [stage.layers for stage in at_once.stages]
+
+
+def test_a_fault_in_the_last_group_is_found(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the prompt of 200 tokens has rows at positions above 100."""
+    directory, attend = saved("qwen3"), check.build_inputs
+    monkeypatch.setattr(check_memory, "_GROUP_TOKENS", 80)
+
+    def build_wrong(spans: Any, *how: Any) -> Any:
+        inputs = attend(spans, *how)
+        inputs.position_ids[inputs.position_ids > 100] += 1
+        return inputs
+
+    monkeypatch.setattr(check, "build_inputs", build_wrong)
+    found = checked(directory)
+    assert [stage.first_layer for stage in found.stages] == [0, 3]
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts(saved: Saved) -> None:
+    """500 prompts of 2,000 tokens: their logits alone would take 559 GiB."""
+    facts = replace(check_model(saved("qwen3")), vocab_size=150_000, max_position_embeddings=4096)
+    memory = CheckMemory(facts, [(0, 3), (3, 5)], 0, [0, 0], 2**33)
+    assert memory.parts([2000]) == memory.parts([2000] * 500) == [(0, 5)]
+    many = [64, 300, 700, 2000, 24, 1000]
+    assert check.split_groups(many) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "lengths", "remedy"),
+    [
+        (2**33, [200], "more --stages"),
+        (2**20, [20_000], "shorter prompts"),
+        (2**20, [100] * 2_000_000, "fewer prompts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(weights: int, lengths: list[int], remedy: str, saved: Saved) -> None:
+    memory = CheckMemory(check_model(saved("qwen3")), [(0, 3), (3, 5)], 2**40, [2**20, weights], 2**33)
+    with pytest.raises(CapacityError, match=f"and 8 GiB are available(.|\n)*try  {remedy}$") as refused:
+        memory.parts(lengths)
+    assert f"{max(lengths):,} tokens" in str(refused.value) and f"all {sum(lengths):,} tokens" in str(refused.value)
+    memory.parts([200, 64]) if weights == 2**20 else None
+
+
+def test_weights_that_give_nan_are_named(tmp_path: Path) -> None:
+    model = build_model("qwen3")
+    model.model.layers[2].mlp.down_proj.weight.data[0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="transformers itself computes NaN or infinity before layer 3"):
+        checked(tmp_path)
 
 
 def test_the_command_ends_with_1_if_a_layer_differs(

@@ -19,7 +19,7 @@ from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.status import StatusLine
 
 if TYPE_CHECKING:
-    from sarathi_pp.stages.check import ModelCheck
+    from sarathi_pp.stages.check import ModelCheck, StageCheck
 
 # As of `bench gpu`: a check failed.
 _EXIT_DIFFERENT = 1
@@ -69,13 +69,19 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
     return EXIT_OK if found.exact else _EXIT_DIFFERENT
 
 
+def _where(stage: StageCheck) -> str:
+    """Return the first layer that differs, as text."""
+    layers = [layer for layer in (stage.first_layer, stage.tie_layer) if layer is not None]
+    return "-" if stage.exact else str(min(layers)) if layers else "none alone"
+
+
 def _render(found: ModelCheck) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading in ("stage", "layers", "largest error", "first layer that differs"):
         table.add_column(heading, justify="right" if heading != "layers" else "left", no_wrap=True)
     for index, stage in enumerate(found.stages):
         first, end = stage.layers
-        where = "-" if stage.exact else "none alone" if stage.first_layer is None else str(stage.first_layer)
+        where = _where(stage)
         style = "" if stage.exact else "bold red"
         table.add_row(str(index), f"{first}-{end - 1}", f"{stage.error:.1e}", where, style=style)
     how = "the whole model at once" if found.whole else "the layers of one stage at a time"
@@ -86,6 +92,10 @@ def _render(found: ModelCheck) -> RenderableType:
         if found.exact
         else Text("the stages differ from transformers", style="bold red")
     )
-    return Group(
-        table, f"transformers computed {how}, in float32; attention {found.attention}; {tokens}{close}", verdict
-    )
+    lines = [f"transformers computed {how}, in float32; attention {found.attention}; {tokens}{close}"]
+    if found.num_ties:
+        lines.append(f"{found.num_ties:,} rows chose between experts of equal score, and took those of transformers")
+    for stage in found.stages:
+        if stage.tie_layer is not None:
+            lines.append(f"layer {stage.tie_layer}: {stage.layer_ties:,} of them, which is more than rounding explains")
+    return Group(table, *lines, verdict)

@@ -7,12 +7,17 @@
 
 Every stage gets the activations that transformers has there. So a difference does not travel, and the layer that causes
 it is found by computing each layer of the stage alone. Prompts are computed in groups, so that memory is bounded.
+
+Rounding may decide which expert a row takes. If a stage differs, it is computed again with the experts of transformers
+in such ties (router_ties.py). All rows are compared, and the ties are counted: only a few of them can be rounding.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +34,17 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages.check_memory import CheckMemory, Layers, split_groups
-from sarathi_pp.stages.reference import Activations, Reference
+from sarathi_pp.stages.reference import Expected, Reference
+from sarathi_pp.stages.router_ties import Choice, TakeTies
 
 SCHEMA = "sarathi-pp/check/1"
 # Largest difference of a row that is rounding, see _error.
 MOST_ERROR = 1e-4
 # Two logits that differ by less than this share of the largest one are a close call: rounding may decide between them.
 _CLOSE = 1e-4
+# Most rows of a layer that may take the experts of transformers in ties: a share of all rows, or a few.
+_MOST_TIES = 0.01
+_FEW_TIES = 2
 _PAGE_SIZE = 16
 _CHUNK = 48
 # Tokens at the end of each prompt that are computed one at a time, as decodes are.
@@ -52,16 +61,23 @@ class StageCheck:
         error: largest difference of a row from transformers, as a share of what the stage adds to the row.
         first_layer: index of the first layer that differs by more than rounding; None if none does alone.
         layer_error: the largest difference of that layer.
+        num_ties: number of rows that took the experts of transformers instead of others with equal scores, added up
+            over layers.
+        tie_layer: index of the first layer with more of them than rounding explains; None if there is none.
+        layer_ties: the number of them in that layer.
     """
 
     layers: Layers
     error: float
     first_layer: int | None = None
     layer_error: float | None = None
+    num_ties: int = 0
+    tie_layer: int | None = None
+    layer_ties: int | None = None
 
     @property
     def exact(self) -> bool:
-        return self.error <= MOST_ERROR
+        return self.error <= MOST_ERROR and self.tie_layer is None
 
 
 @dataclass
@@ -87,13 +103,18 @@ class ModelCheck:
     num_close: int = 0
 
     @property
+    def num_ties(self) -> int:
+        """The number of rows that took the experts of transformers, added up over all layers."""
+        return sum(stage.num_ties for stage in self.stages)
+
+    @property
     def exact(self) -> bool:
         """All stages agree, and all next tokens are equal or close calls."""
         return all(stage.exact for stage in self.stages) and self.num_equal + self.num_close == self.num_tokens
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that `sarathi-pp check --json` prints."""
-        return {"schema": SCHEMA, **asdict(self), "exact": self.exact}
+        return {"schema": SCHEMA, **asdict(self), "num_ties": self.num_ties, "exact": self.exact}
 
 
 def check_stages(
@@ -122,7 +143,7 @@ def check_stages(
     for part in parts:
         inside = [layers for layers in stages if part[0] <= layers[0] and layers[1] <= part[1]]
         for result in checker.compare(part, inside, rows):
-            found.stages.append(result.check)
+            found.stages.append(result.check(sum(lengths)))
             found.num_tokens += result.num_tokens
             found.num_equal += result.num_equal
             found.num_close += result.num_close
@@ -131,12 +152,17 @@ def check_stages(
 
 @dataclass
 class _Difference:
-    """The largest difference of rows from those of transformers, and the number of equal next tokens."""
+    """The largest difference of rows from those of transformers, and the number of equal next tokens.
+
+    Attributes:
+        ties: number of rows that took the experts of transformers, by layer.
+    """
 
     error: float = 0.0
     num_tokens: int = 0
     num_equal: int = 0
     num_close: int = 0
+    ties: Counter[int] = field(default_factory=Counter)
 
     @property
     def exact(self) -> bool:
@@ -147,6 +173,7 @@ class _Difference:
         self.num_tokens += other.num_tokens
         self.num_equal += other.num_equal
         self.num_close += other.num_close
+        self.ties += other.ties
 
 
 @dataclass
@@ -162,9 +189,16 @@ class _Result(_Difference):
     first_layer: int | None = None
     layer_error: float | None = None
 
-    @property
-    def check(self) -> StageCheck:
-        return StageCheck(self.layers, self.error, self.first_layer, self.layer_error)
+    def check(self, num_rows: int) -> StageCheck:
+        """Return the result for the user.
+
+        Args:
+            num_rows: tokens of all prompts.
+        """
+        most = max(_FEW_TIES, _MOST_TIES * num_rows)
+        layer = min((layer for layer, count in self.ties.items() if count > most), default=None)
+        count = None if layer is None else self.ties[layer]
+        return StageCheck(self.layers, self.error, self.first_layer, self.layer_error, self.ties.total(), layer, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +232,7 @@ class _Checker:
             inputs = [rows[index] for index in group]
             named = f"layers {part[0]} to {part[1] - 1} of {num_layers}, prompts {number} of {len(self.groups)}"
             with self.activity.phase(f"computing with transformers: {named}"):
-                expected = reference.activations(inputs, [first for first, _ in stages])
-            expected[part[0]] = inputs  # token ids, if the part begins with the first layer
+                expected = reference.compute(inputs, [first for first, _ in stages])
             with self.activity.phase(f"comparing {named}"):
                 for stage, result in zip(loaded, results, strict=True):
                     difference = stage.compare(expected)
@@ -207,7 +240,7 @@ class _Checker:
                         result.example = inputs
                     result.add(difference)
             if part[1] < num_layers:
-                for index, outputs in zip(group, expected[part[1]], strict=True):
+                for index, outputs in zip(group, expected.activations[part[1]], strict=True):
                     rows[index] = outputs
         loaded.clear()  # the memory is used for single layers now
         for result in results:
@@ -223,9 +256,7 @@ class _Checker:
             return
         first, end = result.layers
         with self.activity.phase(f"comparing each of the layers {first} to {end - 1} alone"):
-            expected = reference.activations(result.example, range(first, end + 1))
-            if first == 0:
-                expected[0] = result.example
+            expected = reference.compute(result.example, range(first, end + 1))
             for layer in range(first, end):
                 difference = self._load((layer, layer + 1)).compare(expected)
                 if not difference.exact:
@@ -241,23 +272,40 @@ class _Stage:
         self._facts = facts
         self._layers = layers
 
-    def compare(self, expected: Activations) -> _Difference:
+    def compare(self, expected: Expected) -> _Difference:
         """Compare the rows of the stage with those of transformers.
+
+        If they differ, compare the rows that the stage computes with the experts of transformers in ties.
 
         Args:
             expected: transformers' activations before the stage's first layer and after its last one.
         """
-        inputs, outputs = (expected[index] for index in self._layers)
+        found = self._compare(expected, None)
+        first, end = self._layers
+        choices = [[choice for choice in made if first <= choice.layer < end] for made in expected.choices]
+        if not found.exact and any(len(choice.rows) for made in choices for choice in made):
+            found = self._compare(expected, choices)
+        return found
+
+    def _compare(self, expected: Expected, choices: Sequence[Sequence[Choice]] | None) -> _Difference:
+        inputs, outputs = (expected.activations[index] for index in self._layers)
         found = _Difference()
-        for index, first, rows in self.compute(inputs):
+        for index, first, rows in self.compute(inputs, choices, found.ties):
             here = slice(first, first + len(rows))
             found.error = max(found.error, _error(rows, outputs[index][here], inputs[index][here]))
             if self._layers[1] == self._facts.num_layers:
                 found.add(_count_tokens(rows, outputs[index][here]))
         return found
 
-    def compute(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield output rows as (prompt, first token, rows). They are activations, or logits of the last stage."""
+    def compute(
+        self, prompts: Sequence[Tensor], choices: Sequence[Sequence[Choice]] | None, ties: Counter[int]
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield output rows as (prompt, first token, rows). They are activations, or logits of the last stage.
+
+        Args:
+            choices: for each prompt, transformers' choices whose ties decide; None to compute without them.
+            ties: number of rows that this changes, by layer. It is counted up.
+        """
         tables, num_pages = [], 0
         for prompt in prompts:
             needed = -(-len(prompt) // _PAGE_SIZE)
@@ -274,7 +322,9 @@ class _Stage:
             num_rows = sum(span.num_tokens for span in spans)
             inputs = build_inputs(spans, range(num_rows), _PAGE_SIZE, _CPU)
             rows = torch.cat([prompts[index][first:end] for index, first, end in microbatch])
-            output = self._model.forward(rows, inputs, kv)
+            made = [(first, end - first, choices[index]) for index, first, end in microbatch] if choices else []
+            with TakeTies(made, ties) if choices else nullcontext():
+                output = self._model.forward(rows, inputs, kv)
             parts = torch.split_with_sizes(output, [span.num_tokens for span in spans])
             for (index, first, _), part in zip(microbatch, parts, strict=True):
                 yield index, first, part

@@ -106,8 +106,8 @@ def test_a_changed_rope_factor_is_found(saved: Saved, room: float, monkeypatch: 
 def test_nan_in_any_prompt_is_a_difference(prompt: int, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     compute = check._Stage.compute
 
-    def compute_wrong(self: Any, prompts: Any) -> Any:
-        for index, first, rows in compute(self, prompts):
+    def compute_wrong(self: Any, *how: Any) -> Any:
+        for index, first, rows in compute(self, *how):
             yield index, first, torch.where(torch.tensor(index == prompt and first == 0), torch.nan, rows)
 
     monkeypatch.setattr(check._Stage, "compute", compute_wrong)

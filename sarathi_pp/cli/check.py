@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 # As of `bench gpu`: a check failed.
 _EXIT_DIFFERENT = 1
 
+_BOUNDARIES = {
+    "sliding_window": "the sliding window of {} tokens",
+    "short_factors": "the {} tokens for which rotary embeddings use the short factors",
+}
+
 _PROMPTS = OptionGroup(
     "Prompts",
     Option(
@@ -52,7 +57,8 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
     stages compute chunks of several prompts at a time, then single tokens, as in a run. If the model does not fit into
     memory, the layers of one stage are compared at a time: give more --stages. The first layer that differs by more
     than rounding is named. Both use the weights as this program reads them, so quantised weights are dequantised alike.
-    A sliding window is tested only by longer prompts. The exit code is 0 if nothing differs, and 1 otherwise.
+    A sliding window is compared only if a prompt is longer. One of the random prompts is, if memory and time permit.
+    The exit code is 0 if nothing differs, and 1 otherwise.
     """
     activity = Activity()
     with StatusLine(Console(stderr=True), activity), activity.phase("loading libraries"):
@@ -61,7 +67,7 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
         from sarathi_pp.stages.check_prompts import random_prompts, read_prompts
 
         directory = find_model(model)
-        tokens = random_prompts(directory) if prompts is None else read_prompts(directory, prompts)
+        tokens = random_prompts(directory, stages) if prompts is None else read_prompts(directory, prompts)
         found = check_stages(model, directory, stages, tokens, activity)
     Console(stderr=True).print(_render(found))
     if as_json:
@@ -95,6 +101,13 @@ def _render(found: ModelCheck) -> RenderableType:
     lines = [f"transformers computed {how}, in float32; attention {found.attention}; {tokens}{close}"]
     if found.num_ties:
         lines.append(f"{found.num_ties:,} rows chose between experts of equal score, and took those of transformers")
+    for boundary in found.boundaries:
+        what = _BOUNDARIES[boundary.kind].format(f"{boundary.num_tokens:,}")
+        lines.append(
+            f"a prompt was longer than {what}"
+            if boundary.reached
+            else f"no prompt was longer than {what}, so this was not compared; give longer prompts with --prompts"
+        )
     for stage in found.stages:
         if stage.tie_layer is not None:
             lines.append(f"layer {stage.tie_layer}: {stage.layer_ties:,} of them, which is more than rounding explains")

@@ -34,6 +34,7 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages.check_memory import CheckMemory, Layers, split_groups
+from sarathi_pp.stages.check_prompts import Boundary, find_boundaries
 from sarathi_pp.stages.reference import Expected, Reference
 from sarathi_pp.stages.router_ties import Choice, TakeTies
 
@@ -80,6 +81,17 @@ class StageCheck:
         return self.error <= MOST_ERROR and self.tie_layer is None
 
 
+@dataclass(frozen=True, slots=True)
+class BoundaryCheck(Boundary):
+    """A boundary of the model.
+
+    Attributes:
+        reached: a prompt was longer, so the check covers it.
+    """
+
+    reached: bool
+
+
 @dataclass
 class ModelCheck:
     """The result for a model.
@@ -87,6 +99,7 @@ class ModelCheck:
     Attributes:
         whole: transformers computed its whole model at once. Otherwise it computed one stage's layers at a time,
             because two copies of the model do not fit into memory.
+        boundaries: numbers of tokens beyond which the model computes in another way, such as sliding windows.
         num_tokens: number of positions whose next token was compared.
         num_equal: number of them whose next token is equal.
         num_close: number of others that are close calls.
@@ -97,6 +110,7 @@ class ModelCheck:
     quantised: str | None
     whole: bool
     attention: str
+    boundaries: list[BoundaryCheck]
     stages: list[StageCheck] = field(default_factory=list)
     num_tokens: int = 0
     num_equal: int = 0
@@ -137,7 +151,12 @@ def check_stages(
     lengths = [len(prompt) for prompt in prompts]
     parts = CheckMemory.of(directory, facts, stages).parts(lengths)
     backend = choose_backend("auto", _CPU, _PAGE_SIZE)
-    found = ModelCheck(name, facts.model_type, facts.quantised, parts[0] == (0, facts.num_layers), backend.name)
+    boundaries = [
+        BoundaryCheck(boundary.kind, boundary.num_tokens, max(lengths) > boundary.num_tokens)
+        for boundary in find_boundaries(directory, facts)
+    ]
+    whole = parts[0] == (0, facts.num_layers)
+    found = ModelCheck(name, facts.model_type, facts.quantised, whole, backend.name, boundaries)
     checker = _Checker(directory, facts, backend, split_groups(lengths), activity)
     rows = [torch.tensor(prompt) for prompt in prompts]
     for part in parts:
@@ -230,7 +249,7 @@ class _Checker:
         results = [_Result(layers=layers) for layers in stages]
         for number, group in enumerate(self.groups, 1):
             inputs = [rows[index] for index in group]
-            named = f"layers {part[0]} to {part[1] - 1} of {num_layers}, prompts {number} of {len(self.groups)}"
+            named = f"layers {part[0]} to {part[1] - 1} of {num_layers}, group {number} of {len(self.groups)}"
             with self.activity.phase(f"computing with transformers: {named}"):
                 expected = reference.compute(inputs, [first for first, _ in stages])
             with self.activity.phase(f"comparing {named}"):

@@ -33,7 +33,7 @@ def split_groups(lengths: Sequence[int]) -> list[range]:
     """Return the prompts of each group, by index. A group has at most 1024 tokens, or one prompt.
 
     Args:
-        lengths: tokens of each prompt.
+        lengths: number of tokens per prompt.
     """
     groups, start, num_tokens = [], 0, 0
     for index, length in enumerate(lengths):
@@ -49,7 +49,7 @@ class CheckMemory:
     """The bytes that a check needs in float32.
 
     Attributes:
-        stages: layers of each stage.
+        stages: (first, end) per stage.
         model_bytes: weights of the whole model.
         stage_bytes: weights of each stage.
         available_bytes: memory that this process may take.
@@ -68,11 +68,15 @@ class CheckMemory:
         each = [stage_bytes(directory, layers, torch.float32) for layers in stages]
         return cls(facts, stages, whole, each, min(pool.free_bytes for pool in memory_pools()))
 
+    @property
+    def num_weights(self) -> int:
+        return self.model_bytes // _FLOAT_BYTES
+
     def parts(self, lengths: Sequence[int]) -> Sequence[Layers]:
         """Return the layers that transformers computes at once: those of the whole model if they fit, or of a stage.
 
         Args:
-            lengths: tokens of each prompt.
+            lengths: number of tokens per prompt.
 
         Raises:
             CapacityError: a stage does not fit. The message names what takes the memory.

@@ -40,7 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def checked(directory: Path, stages: int = 2) -> ModelCheck:
-    return check_stages("m", directory, stages, random_prompts(directory), Activity())
+    return check_stages("m", directory, stages, random_prompts(directory, stages), Activity())
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,10 @@ def checked(directory: Path, stages: int = 2) -> ModelCheck:
 def test_every_family_passes(family: str, saved: Saved) -> None:
     found = checked(saved(family))
     assert found.exact and found.whole, found
-    assert found.num_tokens == sum(map(len, random_prompts(saved(family))))
+    assert found.num_tokens == sum(map(len, random_prompts(saved(family), 2)))
     assert [stage.layers for stage in found.stages] == [(0, 3), (3, 5)]
     assert 0 < max(stage.error for stage in found.stages) < 3e-5
+    assert found.num_ties == 0 and all(boundary.reached for boundary in found.boundaries)
 
 
 @pytest.fixture(params=[0.7, 0.0], ids=["whole", "stage by stage"])
@@ -111,7 +112,8 @@ def test_nan_in_any_prompt_is_a_difference(prompt: int, saved: Saved, monkeypatc
             yield index, first, torch.where(torch.tensor(index == prompt and first == 0), torch.nan, rows)
 
     monkeypatch.setattr(check._Stage, "compute", compute_wrong)
-    assert not any(stage.exact for stage in checked(saved("qwen3")).stages)
+    found = checked(saved("qwen3"))
+    assert not any(stage.exact for stage in found.stages)
 
 
 def test_a_huge_value_in_one_row_hides_no_difference_in_others() -> None:
@@ -136,7 +138,7 @@ def test_a_prompt_is_computed_in_chunks_and_decodes() -> None:
 def test_groups_give_the_same_result(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = checked(saved("gemma2"))
     monkeypatch.setattr(check_memory, "_GROUP_TOKENS", 80)
-    groups = check.split_groups(list(map(len, random_prompts(saved("gemma2")))))
+    groups = check.split_groups(list(map(len, random_prompts(saved("gemma2"), 2))))
     assert groups == [range(3), range(3, 4)]
     found = checked(saved("gemma2"))
     assert found.exact and (found.num_tokens, found.num_equal) == (at_once.num_tokens, at_once.num_equal)
@@ -209,6 +211,18 @@ def test_the_command_ends_with_1_if_a_layer_differs(
     printed = capsys.readouterr()
     assert ended.value.code == 1 and "the stages differ from transformers" in printed.err
     assert json.loads(printed.out)["stages"][0]["first_layer"] == 0
+
+
+def test_ties_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [check.StageCheck((0, 3), 1e-6, num_ties=2), check.StageCheck((3, 5), 1e-6, None, None, 9, 4, 8)]
+    found = ModelCheck("m", "mixtral", None, True, "numba", [], stages, 10, 10, 0)
+    monkeypatch.setattr(check, "check_stages", lambda *how: found)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--model", str(ADDER)])
+    shown = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 1 and not stages[1].exact
+    assert "11 rows chose between experts of equal score, and took those of transformers" in shown
+    assert "layer 4: 8 of them, which is more than rounding explains" in shown
 
 
 def test_more_stages_than_layers_are_refused(saved: Saved) -> None:

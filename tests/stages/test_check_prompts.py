@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sarathi_pp.cli.main import main
 from sarathi_pp.errors import InputError, MissingError
-from sarathi_pp.stages.check_prompts import read_prompts
-from tests.model.families import write_checkpoint
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.process.activity import Activity
+from sarathi_pp.process.host import MemoryPool
+from sarathi_pp.stages import check, check_memory, check_prompts
+from sarathi_pp.stages.check_prompts import Boundary, find_boundaries, random_prompts, read_prompts
+from tests.model.families import FAMILIES, write_checkpoint
 
 ADDER = Path("examples/tiny-adder").resolve()
 
@@ -73,3 +79,78 @@ def test_a_model_without_tokenizer(tmp_path: Path) -> None:
         read_prompts(tmp_path, tmp_path / "text.txt")
     with pytest.raises(MissingError):
         read_prompts(tmp_path / "none", tmp_path / "text.txt")
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> Path:
+    """A model in which three of five layers have a window of 600 tokens."""
+    config: Any = FAMILIES["gemma3_text"]()
+    config.sliding_window, config.max_position_embeddings = 600, 2048
+    write_checkpoint("gemma3_text", tmp_path, config=config)
+    return tmp_path
+
+
+def lengths(directory: Path) -> list[int]:
+    return [len(prompt) for prompt in random_prompts(directory, 2)]
+
+
+def test_a_random_prompt_is_longer_than_the_window(windowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_boundaries(windowed, check_model(windowed)) == [Boundary("sliding_window", 600)]
+    assert lengths(windowed) == [1, 7, 64, 200, 664]
+    load = check.load_stage
+    prompts = random_prompts(windowed, 2)
+
+    def load_wrong(*how: Any) -> Any:
+        stage = load(*how)
+        stage.specs = type(stage.specs)([None] * 5)
+        return stage
+
+    assert check.check_stages("m", windowed, 2, prompts, Activity()).exact
+    monkeypatch.setattr(check, "load_stage", load_wrong)
+    assert check.check_stages("m", windowed, 2, prompts[:-1], Activity()).exact  # the fault has no effect
+    found = check.check_stages("m", windowed, 2, prompts, Activity())
+    assert not found.exact and [stage.first_layer for stage in found.stages] == [1, 3]
+
+
+def test_a_window_that_no_prompt_can_outgrow_is_no_boundary(tmp_path: Path) -> None:
+    config: Any = FAMILIES["mistral"]()
+    config.sliding_window = config.max_position_embeddings
+    write_checkpoint("mistral", tmp_path, config=config)
+    assert find_boundaries(tmp_path, check_model(tmp_path)) == []
+    assert lengths(tmp_path) == [1, 7, 64, 200]
+
+
+def test_a_prompt_may_have_no_room_beyond_the_window(tmp_path: Path) -> None:
+    config: Any = FAMILIES["mistral"]()
+    config.sliding_window = config.max_position_embeddings - 1
+    write_checkpoint("mistral", tmp_path, config=config)
+    assert lengths(tmp_path) == [1, 7, 64, 200, config.max_position_embeddings]
+
+
+def test_short_factors_are_a_boundary(tmp_path: Path) -> None:
+    write_checkpoint("phi3_longrope", tmp_path)
+    facts = check_model(tmp_path)
+    assert Boundary("short_factors", facts.longrope_after or 0) in find_boundaries(tmp_path, facts)
+
+
+@pytest.mark.parametrize("limit", ["time", "memory"])
+def test_an_expensive_prompt_is_left_out_and_the_result_says_so(
+    limit: str, windowed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> tuple[dict[str, Any], str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["check", "--model", str(windowed), "--json"])
+        printed = capsys.readouterr()
+        assert ended.value.code == 0
+        return json.loads(printed.out), " ".join(printed.err.split())
+
+    document, shown = run()
+    assert document["boundaries"] == [{"kind": "sliding_window", "num_tokens": 600, "reached": True}]
+    assert "a prompt was longer than the sliding window of 600 tokens" in shown
+    if limit == "time":
+        monkeypatch.setattr(check_prompts, "_MOST_FLOP", 1e6)
+    else:
+        monkeypatch.setattr(check_memory, "memory_pools", lambda: [MemoryPool("host", "the host's memory", 2**25)])
+    document, shown = run()
+    assert document["boundaries"] == [{"kind": "sliding_window", "num_tokens": 600, "reached": False}]
+    assert "no prompt was longer than the sliding window of 600 tokens, so this was not compared" in shown

@@ -100,7 +100,7 @@ def plant(family: str, folder: Path) -> Planted:
         if name.endswith(("correction_bias", "expert_bias")):
             tensor.mul_(0.1)  # so that scores decide too
     model.save_pretrained(folder / "reference")
-    prompt = torch.tensor(random_prompts(folder / "reference")[-1])
+    prompt = torch.tensor(random_prompts(folder / "reference", 2)[-1])
     layer, router = next(iter(routers(model).items()))
     seen: list[Any] = []
     hook = router.register_forward_pre_hook(lambda module, args: seen.append(args))
@@ -127,7 +127,7 @@ def plant(family: str, folder: Path) -> Planted:
 
 
 def checked(directory: Path, stages: int = 2) -> ModelCheck:
-    return check_stages("m", directory, stages, random_prompts(directory), Activity())
+    return check_stages("m", directory, stages, random_prompts(directory, stages), Activity())
 
 
 @pytest.fixture

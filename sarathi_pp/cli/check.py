@@ -60,6 +60,13 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
     A sliding window is compared only if a prompt is longer. One of the random prompts is, if memory and time permit.
     The exit code is 0 if nothing differs, and 1 otherwise.
     """
+    from sarathi_pp.process.signals import stoppable
+
+    with stoppable("the check"):
+        return _check(model, stages, prompts, as_json=as_json)
+
+
+def _check(model: str, stages: int, prompts: Path | None, *, as_json: bool) -> int:
     activity = Activity()
     with StatusLine(Console(stderr=True), activity), activity.phase("loading libraries"):
         from sarathi_pp.model.checkpoint.fetch import find_model
@@ -71,7 +78,7 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
         found = check_stages(model, directory, stages, tokens, activity)
     Console(stderr=True).print(_render(found))
     if as_json:
-        click.echo(json.dumps(found.to_json()))
+        click.echo(json.dumps(found.to_json(), allow_nan=False))
     return EXIT_OK if found.exact else _EXIT_DIFFERENT
 
 

@@ -26,12 +26,14 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.core.partition import partition
+from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention import AttentionBackend, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage
+from sarathi_pp.model.memory import is_out_of_memory
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages.check_memory import CheckMemory, Layers, split_groups
 from sarathi_pp.stages.check_prompts import Boundary, find_boundaries
@@ -127,8 +129,12 @@ class ModelCheck:
         return all(stage.exact for stage in self.stages) and self.num_equal + self.num_close == self.num_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `sarathi-pp check --json` prints."""
-        return {"schema": SCHEMA, **asdict(self), "num_ties": self.num_ties, "exact": self.exact}
+        """Return the document that `sarathi-pp check --json` prints. Errors that are not finite are null there."""
+        document = {"schema": SCHEMA, **asdict(self), "num_ties": self.num_ties, "exact": self.exact}
+        for stage in document["stages"]:
+            for key in ("error", "layer_error"):
+                stage[key] = stage[key] if stage[key] is not None and math.isfinite(stage[key]) else None
+        return document
 
 
 def check_stages(
@@ -161,12 +167,25 @@ def check_stages(
     rows = [torch.tensor(prompt) for prompt in prompts]
     for part in parts:
         inside = [layers for layers in stages if part[0] <= layers[0] and layers[1] <= part[1]]
-        for result in checker.compare(part, inside, rows):
+        for result in _compare(checker, part, inside, rows):
             found.stages.append(result.check(sum(lengths)))
             found.num_tokens += result.num_tokens
             found.num_equal += result.num_equal
             found.num_close += result.num_close
     return found
+
+
+def _compare(checker: _Checker, part: Layers, stages: Sequence[Layers], rows: list[Tensor]) -> list[_Result]:
+    """Compare a part as `_Checker.compare` does. Raise CapacityError if memory runs out."""
+    try:
+        return checker.compare(part, stages, rows)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"memory ran out while layers {part[0]} to {part[1] - 1} were compared: {str(error)[:200]}"
+            f"\n  try  more --stages, or shorter prompts"
+        ) from error
 
 
 @dataclass

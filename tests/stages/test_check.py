@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +116,17 @@ def test_nan_in_any_prompt_is_a_difference(prompt: int, saved: Saved, monkeypatc
     monkeypatch.setattr(check._Stage, "compute", compute_wrong)
     found = checked(saved("qwen3"))
     assert not any(stage.exact for stage in found.stages)
+    document = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert [stage["error"] for stage in document["stages"]] == [None, None] and not document["exact"]
+
+
+def test_memory_that_runs_out_is_an_error_with_a_remedy(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*how: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 8 bytes")
+
+    monkeypatch.setattr(check, "load_stage", run_out)
+    with pytest.raises(CapacityError, match=r"layers 0 to 4 were compared: (.|\n)*try  more --stages, or shorter"):
+        checked(saved("qwen3"))
 
 
 def test_a_huge_value_in_one_row_hides_no_difference_in_others() -> None:
@@ -211,6 +224,17 @@ def test_the_command_ends_with_1_if_a_layer_differs(
     printed = capsys.readouterr()
     assert ended.value.code == 1 and "the stages differ from transformers" in printed.err
     assert json.loads(printed.out)["stages"][0]["first_layer"] == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_ends_the_command_with_its_code(
+    number: int, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "load_stage", lambda *how: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--model", str(ADDER), "--json"])
+    printed = capsys.readouterr()
+    assert ended.value.code == code and printed.out == "" and "Traceback" not in printed.err
 
 
 def test_ties_are_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ pure() {
 families=(-n auto --dist worksteal)
 model() {
     local bad=0 jobs=("${families[@]}")
-    run_tests tests/model tests/kernels tests/mockgpu || bad=1
+    run_tests tests/model tests/drawing tests/kernels tests/mockgpu || bad=1
     oldest || bad=1
     return $bad
 }

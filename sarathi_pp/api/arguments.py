@@ -79,7 +79,7 @@ _CHOICES = {
     "policy": tuple(POLICIES),
     "layer_split": ("even",),
 }
-_FLAGS = ("debug_nan", "enforce_eager", "ignore_eos")
+_FLAGS = ("debug_nan", "enforce_eager", "ignore_eos", "include_stop_str_in_output")
 _FIELDS = {option_of(one.name): one.name for kind in (RunConfig, SamplingParams) for one in fields(kind)}
 _OPTION = re.compile("|".join(sorted((rf"{re.escape(option)}(?![\w-])" for option in _FIELDS), key=len, reverse=True)))
 _NUMBER = re.compile(r" (\d+(?:,\d+)+|\d+(?:\.\d+)?(?:[KMGT]i?B)?)(?![\w])")

@@ -42,7 +42,7 @@ class Answers:
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
         text = self._tokenizer.finish(completion)
-        output = CompletionOutput(text, completion.token_ids, completion.finish_reason)
+        output = CompletionOutput(text, completion.token_ids, completion.finish_reason, completion.logprobs)
         self._put(row, (output,), None, metrics)
 
     def fail(self, row: Row, error: RowError) -> None:

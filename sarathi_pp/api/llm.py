@@ -403,7 +403,7 @@ class LLM:
         self._next_index += 1
         numbered = replace(line, line=index + 1, id=index, overrides=asdict(params) if params else {})
         if params is not None:
-            maker = replace(maker, defaults=GenerationDefaults())
+            maker = replace(maker, defaults=GenerationDefaults(eos_token_ids=maker.defaults.eos_token_ids))
         now_s = self._clock.now()
         try:
             return Row(index + 1, index, "own", request=maker.make(numbered, index, now_s), arrival_s=now_s)

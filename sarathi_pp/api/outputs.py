@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import RowError
 
@@ -16,11 +17,14 @@ class CompletionOutput:
         text: the generated text, without the prompt. None for a model without tokenizer files.
         token_ids: all generated ids, including the end-of-sequence id.
         finish_reason: `stop`, or `length` at the limit.
+        logprobs: log probability of each token, and the likeliest tokens with theirs. None unless the sampling
+            parameters ask for them.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from sarathi_pp.cli.option_group import Option, OptionGroup
-from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Real
+from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Listed, Real
 from sarathi_pp.config import (
     ATTENTIONS,
     DEVICES,
@@ -221,6 +221,29 @@ SAMPLING = OptionGroup(
     Option("--min-p", type=float, help="Drop tokens below this share of the likeliest one."),
     Option("--stop", multiple=True, help="String that ends an output. May be repeated."),
     Option("--ignore-eos", is_flag=True, default=None, help="Continue after the end-of-sequence token."),
+    Option(
+        *options_of("min_new_tokens"),
+        type=click.IntRange(min=0),
+        show_default="0",
+        help="Least tokens to generate per request.",
+    ),
+    Option(
+        "--stop-token-ids",
+        type=Listed(click.IntRange(min=0), "N,N,..."),
+        help="Ids of tokens that end an output.",
+    ),
+    Option(
+        "--include-stop-str-in-output",
+        is_flag=True,
+        default=None,
+        help="Keep the stop string or stop token in the text.",
+    ),
+    Option("--presence-penalty", type=float, help="Subtract this from the logits of tokens in the output."),
+    Option("--frequency-penalty", type=float, help="Subtract this once per earlier use of a token."),
+    Option("--repetition-penalty", type=float, help="Factor against tokens of prompt and output. 1 is off."),
+    Option("--no-repeat-ngram-size", type=int, help="Never repeat a sequence of this many tokens. 0 is off."),
+    Option("--logprobs", type=int, metavar="N", help="Return log probabilities, and those of N likeliest tokens."),
+    Option("--bad-words", multiple=True, metavar="TEXT", help="Text to keep out of outputs. May be repeated."),
     Option(
         "--override-generation-config",
         type=JsonObject(),

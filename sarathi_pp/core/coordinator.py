@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 from sarathi_pp.core.cost.model import CostModel, Load, Row
 from sarathi_pp.core.cost.refiner import CostRefiner
+from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, IdleReason, MicroBatch, SampledToken, SamplingRow, StepResult
@@ -160,11 +161,13 @@ class Coordinator:
     def withdraw(self) -> list[Request]:
         """Remove the waiting requests and return them: those that have not started, and those that were preempted.
 
-        Results of preempted ones may still be in flight. They will be dropped.
+        Results of preempted ones may still be in flight. They will be dropped. A request that only waits because it has
+        outgrown the short factors stays (Limits.longrope_after).
         """
-        withdrawn = [sequence.request for sequence in self._waiting]
-        self._waiting.clear()
-        self._waiting_tokens = 0
+        kept = [sequence for sequence in self._waiting if sequence.epoch > sequence.num_preemptions]
+        withdrawn = [sequence.request for sequence in self._waiting if sequence.epoch == sequence.num_preemptions]
+        self._waiting = deque(kept)
+        self._waiting_tokens = sum(sequence.known for sequence in kept)
         return withdrawn
 
     def abort(self, sent: Iterable[MicroBatch]) -> None:
@@ -293,8 +296,9 @@ class Coordinator:
         The answer must not depend on the size of the KV cache. So an output that the cache cannot hold is an error, and
         not a shorter answer.
         """
-        if token.failed:
-            return self._finish(sequence, "error", "non_finite_logits", token.first_bad)
+        if token.failure:
+            code: ErrorCode = "non_finite_logits" if token.failure == Failure.NOT_FINITE else "no_allowed_token"
+            return self._finish(sequence, "error", code, token.first_bad)
         reason = self._append(sequence, token)
         if reason is not None:
             return self._finish(sequence, reason)
@@ -309,9 +313,11 @@ class Coordinator:
     def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
         tokens = sequence.tokens
         tokens.append(token.token_id)
+        if sequence.logprobs is not None and token.logprobs is not None:
+            sequence.logprobs.append(token.logprobs)
         self._tokens_past_prompt += 1
         request = sequence.request
-        stopped = self._stop_rule(request, token.token_id)
+        stopped = self._stop_rule(request, token.token_id) or token.token_id in request.sampling.stop_token_ids
         if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
             return "stop"
         known = len(tokens)
@@ -325,7 +331,8 @@ class Coordinator:
         self._leave(sequence)
         output = tuple(sequence.tokens[sequence.num_prompt :])
         self._finished.append((sequence.num_prompt, len(output)))
-        return Completion(sequence.request, output, reason, sequence.num_preemptions, first_bad, error_code)
+        logprobs = tuple(sequence.logprobs or ()) or None  # emulated stages bring none
+        return Completion(sequence.request, output, reason, sequence.num_preemptions, first_bad, error_code, logprobs)
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones and free its pages."""
@@ -342,15 +349,17 @@ class Coordinator:
 
         Each needs a seat (room for a running sequence) and free pages for all its known tokens. Pages that running
         prefills will still take do not count as free. Otherwise two prompts, each with a part of its pages, could wait
-        for each other's pages.
+        for each other's pages. All rules together must fit into a message, and those of one request always do.
         """
         pool, page_size = self.pool, self.pool.page_size
         free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
         seats = self.limits.max_num_seqs - len(self._running)
         admissible: list[Sequence] = []
+        rules_left = MOST_MICROBATCH_BYTES
         for sequence in self._waiting:
             free -= -(-len(sequence.tokens) // page_size)
-            if len(admissible) >= seats or free < 0:
+            rules_left -= len(sequence.rules)
+            if len(admissible) >= seats or free < 0 or rules_left < 0:
                 break
             admissible.append(sequence)
         return tuple(admissible)
@@ -460,7 +469,7 @@ class Coordinator:
         sampling = _new(SamplingRow, (start + 1, *sequence.draw))
         tokens = (sequence.tokens[start],)
         is_long = start >= self._longrope_after
-        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long))
+        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long, b""))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
         """Take the pages that the sequence still needs for its first `end` tokens. They must be free."""
@@ -493,6 +502,7 @@ class Coordinator:
             new_pages=new_pages,
             sampling=SamplingRow(known, *sequence.draw) if end == known else None,
             long_factors=known > self._longrope_after,
+            rules=sequence.rules if start == 0 else b"",
         )
 
     def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:

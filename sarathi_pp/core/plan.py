@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from sarathi_pp.core.draw_rules import Failure
+
 # The reason why the coordinator issues no microbatch:
 #     full               the most microbatches are in flight
 #     held               at least one microbatch per stage is in flight, and the policy wants no more
@@ -64,6 +66,7 @@ class Chunk(NamedTuple):
         new_pages: ids of KV pages. The stages append them to the sequence's pages before they compute the chunk.
         sampling: None if the chunk does not reach the end of the known tokens, so that no next token is drawn.
         long_factors: the rotary embeddings use the long factors (longrope). See Limits.longrope_after.
+        rules: DrawRules as bytes. They come with the first chunk of each epoch; empty if the request has none.
     """
 
     sequence: int
@@ -75,6 +78,7 @@ class Chunk(NamedTuple):
     new_pages: tuple[int, ...] = ()
     sampling: SamplingRow | None = None
     long_factors: bool = False
+    rules: bytes = b""
 
     @property
     def end(self) -> int:
@@ -158,21 +162,35 @@ def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
         yield Chunk(int(match[1]), int(match[2] or 0), int(match[3]), num_tokens, decode)
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities, from the model's own logits.
+
+    Attributes:
+        logprob: that of the drawn token.
+        top: ids and logarithms of the likeliest tokens, likeliest first; empty if none were requested.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class SampledToken(NamedTuple):
     """The next token of a sequence, which was drawn from its logits.
 
     Attributes:
         sequence: index of the sequence's request.
         epoch: epoch of the chunk after which the token was drawn.
-        failed: the logits had NaN or infinity. There is no token, and the request fails.
+        failure: the reason why there is no token.
         first_bad: index of the first stage whose output had NaN or infinity; -1 if none had, or if no stage checked.
+        logprobs: None unless the request wants them.
     """
 
     sequence: int
     epoch: int
     token_id: int
-    failed: bool = False
+    failure: Failure = Failure.NONE
     first_bad: int = -1
+    logprobs: TokenLogprobs | None = None
 
 
 class StageTime(NamedTuple):

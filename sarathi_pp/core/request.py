@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.core.plan import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "error"]
 # Most prompt tokens in a replica's queue of waiting requests. They take 128 MiB, and are more than a KV cache holds.
 MAX_WAITING_TOKENS = 1 << 25
 
-ErrorCode = Literal["non_finite_logits", "kv_cache_exhausted"]
+ErrorCode = Literal["non_finite_logits", "no_allowed_token", "kv_cache_exhausted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Request:
         arrival_s: time of arrival in seconds, on the coordinator's clock. Latencies count from this time.
         paragraph_ends: for each paragraph of the prompt, the number of prompt tokens up to its end. Empty unless the
             policy needs it (`Policy.wants_paragraphs`).
+        rules: rules that change the logits before a token is drawn; None if there are none.
     """
 
     index: int
@@ -36,6 +39,7 @@ class Request:
     sampling: SamplingParams
     arrival_s: float = 0.0
     paragraph_ends: tuple[int, ...] = ()
+    rules: DrawRules | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_token_ids, array):
@@ -50,8 +54,10 @@ class Completion:
         token_ids: every generated token, the end-of-sequence token included.
         first_bad: index (from 0) of the first stage whose output had NaN or infinity; -1 if none had, or if no stage
             checked (`--debug-nan`).
-        error_code: cause of the finish reason "error"; None for every other reason. `kv_cache_exhausted`: the prompt
+        error_code: cause of the finish reason "error"; None for every other reason. `no_allowed_token`: the rules of
+            the request ban every token. `kv_cache_exhausted`: the prompt
             and this output fill the whole KV cache, so that the next token cannot be computed.
+        logprobs: for each token, if the request wants them; otherwise None.
     """
 
     request: Request
@@ -60,3 +66,4 @@ class Completion:
     num_preemptions: int = 0
     first_bad: int = -1
     error_code: ErrorCode | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None

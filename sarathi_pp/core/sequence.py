@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 
+from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Request
 
 
@@ -24,6 +25,8 @@ class Sequence:
 
     Attributes:
         draw: the fields of a SamplingRow, except the position.
+        rules: DrawRules as bytes; empty if the request has none.
+        logprobs: those of the output tokens; None if the request does not want them.
         epoch: number of times that it lost its pages so far. Its known tokens are then computed again.
         num_preemptions: number of preemptions among them.
         pages: ids of its KV pages, in the order of its tokens. Empty while it waits.
@@ -34,7 +37,9 @@ class Sequence:
         "index",
         "num_prompt",
         "draw",
+        "rules",
         "tokens",
+        "logprobs",
         "done",
         "issued",
         "epoch",
@@ -49,10 +54,13 @@ class Sequence:
         params = request.sampling
         assert params.seed is not None, "requests carry a concrete seed"
         self.draw = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+        self.rules = request.rules.to_bytes() if request.rules is not None else b""
         # An array and not a list: the garbage collector would walk all tokens of all sequences, 100 ms with 4096 of
         # them. Until `start` it is the request's own array, so that the tokens of a waiting prompt are stored once.
         assert isinstance(request.prompt_token_ids, array)
         self.tokens: array[int] = request.prompt_token_ids
+        wants_logprobs = request.rules is not None and request.rules.logprobs is not None
+        self.logprobs: list[TokenLogprobs] | None = [] if wants_logprobs else None
         self.done = 0
         self.issued = 0
         self.epoch = 0

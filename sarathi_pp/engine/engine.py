@@ -446,6 +446,11 @@ class Engine:
             pool = self._coordinator.pool
             needed = f"the prompt has {num_prompt} tokens and its output {num_output} so far"
             return kv_cache_exhausted(needed, pool.num_pages, pool.page_size)
+        if completion.error_code == "no_allowed_token":
+            return RowError(
+                "no_allowed_token",
+                f"the parameters of the request ban every token as output token {num_output + 1}; allow more tokens",
+            )
         return RowError("non_finite_logits", _not_finite(num_output + 1, completion.first_bad))
 
     def _refuse(self, row: Row, error: RowError, sink: Sink) -> None:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
@@ -51,6 +53,7 @@ class Result:
     Attributes:
         index: index of the request.
         metrics: seconds and counts of the request, for its output line.
+        logprobs: see Completion.
     """
 
     index: int
@@ -58,15 +61,22 @@ class Result:
     finish_reason: str
     num_preemptions: int
     metrics: Mapping[str, object]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @classmethod
     def of(cls, completion: Completion, metrics: Mapping[str, object]) -> Result:
         index, reason = completion.request.index, completion.finish_reason
-        return cls(index, completion.token_ids, reason, completion.num_preemptions, metrics)
+        return cls(index, completion.token_ids, reason, completion.num_preemptions, metrics, completion.logprobs)
 
     def completion(self, request: Request) -> Completion:
         assert request.index == self.index
-        return Completion(request, self.token_ids, self.finish_reason, self.num_preemptions)  # type: ignore[arg-type]
+        return Completion(
+            request,
+            self.token_ids,
+            self.finish_reason,  # type: ignore[arg-type]
+            self.num_preemptions,
+            logprobs=self.logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,9 @@ def encode(message: Message) -> bytes:
     if isinstance(message, Progress):
         fields = {"progress": fields}
     elif isinstance(message, Submit):
+        rules = message.request.rules
         fields["request"]["prompt_token_ids"] = list(message.request.prompt_token_ids)
+        fields["request"]["rules"] = None if rules is None else rules.to_bytes().decode()
     return json.dumps([_KINDS[type(message)], fields], separators=(",", ":")).encode()
 
 
@@ -123,13 +135,17 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
             request = fields["request"]
             sampling = SamplingParams(**request["sampling"])
             prompt, ends = array("i", request["prompt_token_ids"]), tuple(request["paragraph_ends"])
-            return Submit(Request(request["index"], prompt, sampling, request["arrival_s"], ends))
+            rules = None if request["rules"] is None else DrawRules.from_bytes(request["rules"].encode())
+            return Submit(Request(request["index"], prompt, sampling, request["arrival_s"], ends, rules))
         case "stop":
             return Stop(**fields)
         case "abort":
             return Abort(**fields)
         case "result":
-            return Result(**{**fields, "token_ids": tuple(fields["token_ids"])})
+            logprobs = fields["logprobs"]
+            if logprobs is not None:
+                logprobs = tuple(TokenLogprobs(one, tuple(map(_pair, top))) for one, top in logprobs)
+            return Result(**{**fields, "token_ids": tuple(fields["token_ids"]), "logprobs": logprobs})
         case "error":
             return RequestError(**fields)
         case "progress":
@@ -137,3 +153,8 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
             by_stage = {name: tuple(counts[name]) for name in ("stage_busy", "stage_compute_s")}
             return Progress(**{**counts, **by_stage})
     raise ValueError(f"{kind!r} is no kind of message")
+
+
+def _pair(items: list[Any]) -> tuple[int, float]:
+    token_id, logprob = items
+    return token_id, logprob

@@ -4,9 +4,9 @@
 
 Each source wins over those to its right. The model's files are read as `generate` of transformers reads them. The
 settings come from generation_config.json. If this file does not exist, they come from config.json or its text part.
-Temperature, top_k, top_p and min_p count only with `do_sample: true`. Otherwise the model is greedy. An unsupported
-setting that changes tokens is an error of each request that does not switch it off. A setting that changes no token is
-ignored. An unknown setting is ignored with a warning.
+Settings that only change how tokens are sampled, such as temperature and typical_p, count only with `do_sample: true`.
+Otherwise the model is greedy. An unsupported setting that changes tokens is an error of each request that does not
+switch it off. A setting that changes no token is ignored. An unknown setting is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -16,12 +16,37 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from sarathi_pp.config import SamplingParams
+from sarathi_pp.config import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 from sarathi_pp.errors import ConfigError, InputError, RowError
 
-_SAMPLED_KEYS = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLED_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# Settings that count with and without sampling, each with the field of SamplingParams that it sets.
+_ALWAYS_KEYS = {
+    "max_new_tokens": "max_new_tokens",
+    "min_new_tokens": "min_new_tokens",
+    "min_length": "min_length",
+    "stop_strings": "stop",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "bad_words_ids": "bad_words_ids",
+    "suppress_tokens": "suppress_tokens",
+    "begin_suppress_tokens": "begin_suppress_tokens",
+    "sequence_bias": "logit_bias",
+}
 # Settings that a run follows.
-_HONOURED = ("do_sample", "max_new_tokens", "max_length", "stop_strings", "eos_token_id", *_SAMPLED_KEYS)
+_HONOURED = ("do_sample", "max_length", "eos_token_id", *_ALWAYS_KEYS, *_SAMPLED_KEYS)
+# Fields of SamplingParams with the same purpose. A source that sets one of them replaces both.
+_TOGETHER = {
+    "min_new_tokens": "min_length",
+    "min_length": "min_new_tokens",
+    "bad_words": "bad_words_ids",
+    "bad_words_ids": "bad_words",
+}
+# Fields of SamplingParams that `settings` always shows. It shows the others only if their value changes something.
+_ALWAYS_SHOWN = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("stop", "ignore_eos", "skip_special_tokens"),
+)
 # The top_k of `generate` if neither the file nor the caller sets it.
 _DEFAULT_TOP_K = 50
 # Parts of config.json in which a multimodal or composed model may have its settings. The first one that exists counts.
@@ -31,25 +56,14 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "num_return_sequences": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
     "max_time": (),
-    "typical_p": (1,),
     "top_h": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
     "force_words_ids": ([],),
     "constraints": ([],),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "sequence_bias": ({}, []),
     "exponential_decay_length_penalty": (),
     "guidance_scale": (1,),
     "penalty_alpha": (0,),
@@ -58,7 +72,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking_config": (),
 }
 # Settings of UNSUPPORTED that have no effect on a greedy request.
-_ONLY_SAMPLED = ("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
+_ONLY_SAMPLED = ("top_h",)
 # Settings that change no token here: ids that only padding and prompts use, caches, speculation (which keeps
 # the distribution), what `generate` returns, and options of the modes refused above.
 _HARMLESS = frozenset(
@@ -84,7 +98,8 @@ class GenerationDefaults:
         warnings: warnings for the user, one sentence each.
         max_length: most tokens of prompt and output together. It counts only for a request without max_new_tokens.
             None: no such limit.
-        unsupported: settings of the model that change tokens and that this runtime does not support.
+        unsupported: settings of the model that change tokens and that this runtime does not support. `sequence_bias`
+            is one of them only if it cannot be written as a logit_bias.
         source: the file with these settings.
     """
 
@@ -104,7 +119,7 @@ class GenerationDefaults:
         Raises:
             ConfigError: a value is out of range.
         """
-        sampling = {**self.sampling, **overrides}
+        sampling = _combined(self.sampling, overrides)
         try:
             _checked(sampling)
         except RowError as error:
@@ -123,10 +138,10 @@ class GenerationDefaults:
             RowError: `invalid_parameter` for a value out of range. `unsupported_setting` for an unsupported setting of
                 the model that the request does not switch off.
         """
-        params = _checked({**self.sampling, **overrides})
+        params = _checked(_combined(self.sampling, overrides))
         useless = _ONLY_SAMPLED if params.greedy else ()
         for key, value in self.unsupported.items():
-            if key not in switched_off and key not in useless:
+            if key not in switched_off and key not in useless and _ALWAYS_KEYS.get(key) not in overrides:
                 raise RowError("unsupported_setting", _not_supported(self.source, key, value))
         return params
 
@@ -135,7 +150,12 @@ class GenerationDefaults:
 
         `--resume` compares it with the settings of the earlier start.
         """
-        params = {name: value for name, value in asdict(_checked(self.sampling)).items() if name != "seed"}
+        defaults = asdict(SamplingParams())
+        params = {
+            name: value
+            for name, value in asdict(_checked(self.sampling)).items()
+            if name in _ALWAYS_SHOWN or (value != defaults[name] and name != "seed")
+        }
         bound = {} if "max_new_tokens" in self.sampling or self.max_length is None else {"max_length": self.max_length}
         return {"eos_token_ids": sorted(self.eos_token_ids), **params, **bound, **self.unsupported}
 
@@ -196,6 +216,8 @@ def read_generation_config(model_dir: Path, overrides: Mapping[str, object] | No
     unsupported = {
         key: record[key] for key, off in UNSUPPORTED.items() if record.get(key) is not None and record[key] not in off
     }
+    if record.get("sequence_bias") and "logit_bias" not in sampling:
+        unsupported["sequence_bias"] = record["sequence_bias"]
     warnings = [f"{path}: the setting {key} is unknown and is ignored" for key in unknown]
     if not eos_token_ids:
         warnings.append(f"{model_dir} names no eos_token_id: outputs end by length or stop string only")
@@ -226,10 +248,43 @@ def _sampling(record: Mapping[str, object]) -> dict[str, object]:
         # A sampling model without its own temperature samples at 1.
         sampling = {"temperature": 1.0, "top_k": _DEFAULT_TOP_K}
         sampling.update({key: record[key] for key in _SAMPLED_KEYS if record.get(key) is not None})
-    for key, name in (("max_new_tokens", "max_new_tokens"), ("stop_strings", "stop")):
+    for key, name in _ALWAYS_KEYS.items():
         if record.get(key) is not None:
             sampling[name] = record[key]
+    if "min_new_tokens" in sampling:  # `generate` does not look at min_length then
+        sampling.pop("min_length", None)
+    for key in ("suppress_tokens", "begin_suppress_tokens"):
+        if isinstance(ids := sampling.get(key), list):  # `generate` does not look at negative ids
+            sampling[key] = [token_id for token_id in ids if not (type(token_id) is int and token_id < 0)]
+    if "logit_bias" in sampling:
+        biases = single_token_biases(sampling.pop("logit_bias"))
+        if biases is not None:
+            sampling["logit_bias"] = biases
     return sampling
+
+
+def single_token_biases(value: object) -> dict[int, float] | None:
+    """Return the bias of each token of transformers' `sequence_bias`, such as [[[5], -2.0], [[7], 1.5]].
+
+    Return None if logit_bias cannot hold it: a sequence has several tokens, or a number or their count is too large.
+
+    Raises:
+        RowError: `invalid_parameter` for a value of another form.
+    """
+    if value == {}:
+        return {}
+    biases: dict[int, float] = {}
+    for pair in value if isinstance(value, list) else [None]:
+        match pair:
+            case [[int(token_id)], int(bias) | float(bias)] if abs(bias) <= MOST_BIAS:
+                biases[token_id] = bias
+            case [[int(), *_], int() | float()]:
+                return None
+            case _:
+                shown = json.dumps(value, default=repr)
+                wanted = "a list of pairs of a list of token ids and a number"
+                raise RowError("invalid_parameter", f"sequence_bias is {shown:.60}; it must be {wanted}")
+    return biases if len(biases) <= MOST_BIASED_TOKENS else None
 
 
 def _max_length(record: Mapping[str, object]) -> int | None:
@@ -249,8 +304,9 @@ def _eos_token_ids(record: Mapping[str, object]) -> frozenset[int]:
 
 
 def _not_supported(source: str, key: str, value: object) -> str:
-    off = json.dumps(next(iter(UNSUPPORTED[key]), None))
-    in_line = f'"{key}": {off} in the line, or ' if UNSUPPORTED[key] else ""
+    values = UNSUPPORTED.get(key, ([],))
+    off = json.dumps(next(iter(values), None))
+    in_line = f'"{key}": {off} in the line, or ' if values else ""
     return (
         f"{source} asks for {key} = {json.dumps(value):.60}, which is not supported; to run without it, give {in_line}"
         f"--override-generation-config '{{\"{key}\": {off}}}'"
@@ -267,6 +323,12 @@ def _read_object(path: Path) -> dict[str, object]:
     if not isinstance(record, dict):
         raise InputError(f"{path} holds no JSON object, which generation settings need; repair the file")
     return record
+
+
+def _combined(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    """Return the sampling values of two sources, by field of SamplingParams. Those of `above` win."""
+    replaced = {_TOGETHER[name] for name in above if name in _TOGETHER}
+    return {**{name: value for name, value in below.items() if name not in replaced}, **above}
 
 
 def _checked(sampling: Mapping[str, object]) -> SamplingParams:

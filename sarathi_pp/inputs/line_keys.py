@@ -24,17 +24,36 @@ SAMPLING_KEYS = {
     "stop": "stop",
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
+    "stop_strings": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "min_new_tokens": "min_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "min_length": "min_length",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "logit_bias": "logit_bias",
+    "sequence_bias": "logit_bias",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "bad_words_ids": "bad_words_ids",
+    "suppress_tokens": "suppress_tokens",
+    "begin_suppress_tokens": "begin_suppress_tokens",
+    "typical_p": "typical_p",
+    "epsilon_cutoff": "epsilon_cutoff",
+    "eta_cutoff": "eta_cutoff",
+    "logprobs": "logprobs",
+    "top_logprobs": "logprobs",
 }
 # Fields that are whole numbers. A program that exports tables may write 16 as 16.0, so this is accepted.
-WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed")
+WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size")
 # Keys that change how the prompt is tokenised.
 READING_KEYS = ("add_special_tokens",)
 # Keys with another name than the settings of generation_config.json that they switch off.
 SETTINGS = {
     "n": ("num_return_sequences",),
-    "min_tokens": ("min_new_tokens", "min_length"),
-    "min_new_tokens": ("min_new_tokens", "min_length"),
-    "bad_words": ("bad_words_ids",),
     "use_beam_search": ("num_beams",),
 }
 # Keys for the caller's own records. They change no token.
@@ -45,7 +64,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED_SAMPLING,
     "stream": (False,),
     "stream_options": (),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
@@ -66,7 +84,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "n_predict": (),
     "do_sample": (),
     "stop_sequences": ([],),
-    "stop_strings": ([],),
     "guided_grammar": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),

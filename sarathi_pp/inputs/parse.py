@@ -23,8 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from sarathi_pp.config import SamplingParams
+from sarathi_pp.config import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 from sarathi_pp.errors import RowError
+from sarathi_pp.inputs.generation_config import single_token_biases
 from sarathi_pp.inputs.json_line import (
     DEEPEST_ID,
     DEEPEST_LINE,
@@ -257,7 +258,7 @@ class _LineReader:
         overrides: dict[str, object] = {}
         for key, value in record.items():
             if key in sampling:
-                if value is None:
+                if value is None or key == "top_logprobs":
                     continue
                 if sampling[key] in overrides:
                     self.fail("invalid_parameter", f"{sampling[key]} is given twice, the second time as {key}")
@@ -273,19 +274,35 @@ class _LineReader:
                 legal = ", ".join((*other, *sampling))
                 message = f"{key} is not a parameter; the known ones are {legal}"
                 self.fail("unknown_parameter", message, f"unknown key {_named(key)} in body")
+        self._add_top_logprobs(record.get("top_logprobs"), overrides)
         return overrides
+
+    def _add_top_logprobs(self, number: object, overrides: dict[str, object]) -> None:
+        """Set the number of likeliest tokens, which OpenAI's chats give apart from `"logprobs": true`."""
+        if number is None or (number == 0 and not isinstance(number, bool)):
+            return
+        if overrides.get("logprobs") is not True:
+            self.fail("invalid_parameter", 'top_logprobs needs "logprobs": true')
+        if isinstance(number, bool):
+            self.fail("invalid_parameter", "top_logprobs is a boolean; it must be an integer")
+        overrides["logprobs"] = self._checked("top_logprobs", "logprobs", number)
 
     def _checked(self, key: str, name: str, value: object) -> object:
         """Return a value for the field `name` of SamplingParams, after a check. The line sets it with `key`."""
         if name in WHOLE_NUMBERS and isinstance(value, float) and value.is_integer():
             value = int(value)
         try:
+            if key == "sequence_bias":
+                value = single_token_biases(value)
             SamplingParams(**{name: value})  # type: ignore[arg-type]  # values are checked there
         except RowError as error:
             # The summary goes to a log, so it must repeat no value of the line.
             wanted = error.message.rpartition("; it must be ")[2]
             summary = f'"{key}" has a value that is not legal; it must be {wanted}'
             self.fail(error.code, error.message.replace(name, key, 1), summary)
+        if value is None:
+            limits = f"at most {MOST_BIASED_TOKENS} numbers from -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}"
+            self.fail("unsupported_parameter", f"{key} is supported for sequences of one token, with {limits}")
         return value
 
     def _set_extra(self, record: Mapping[str, object], known: tuple[str, ...]) -> None:

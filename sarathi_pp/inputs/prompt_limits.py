@@ -51,10 +51,19 @@ class PromptLimits:
     def clamp(self, sampling: SamplingParams) -> SamplingParams:
         """Return the sampling parameters with huge values replaced by ordinary ones of the same effect.
 
-        top_k becomes 0 (no limit) if it is at least vocab_size. max_new_tokens becomes at most max_model_len.
+        top_k becomes 0 (no limit) if it is at least vocab_size, and no_repeat_ngram_size if it is above max_model_len.
+        max_new_tokens becomes at most max_model_len, and min_new_tokens at most max_new_tokens.
         """
-        top_k = 0 if sampling.top_k >= self.vocab_size else sampling.top_k
-        return replace(sampling, top_k=top_k, max_new_tokens=min(sampling.max_new_tokens, self.max_model_len))
+        most = min(sampling.max_new_tokens, self.max_model_len)
+        return replace(
+            sampling,
+            top_k=0 if sampling.top_k >= self.vocab_size else sampling.top_k,
+            no_repeat_ngram_size=(
+                0 if sampling.no_repeat_ngram_size > self.max_model_len else sampling.no_repeat_ngram_size
+            ),
+            max_new_tokens=most,
+            min_new_tokens=min(sampling.min_new_tokens, most),
+        )
 
 
 def kv_cache_exhausted(needed: str, num_pages: int, page_size: int) -> RowError:

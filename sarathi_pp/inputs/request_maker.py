@@ -1,10 +1,17 @@
-"""The step from a parsed line to a request: its prompt is tokenised and checked, its sampling parameters completed."""
+"""The step from a parsed line to a request: its prompt is tokenised and checked, its sampling parameters completed.
+
+Parameters that change logits become the rules of the request, which name tokens by id only. The stage that draws needs
+no tokenizer for them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.draw_rules import MOST_BYTES, DrawRules
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
@@ -13,6 +20,9 @@ from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
 from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
+
+# Fields of SamplingParams with ids of tokens that are never drawn. A model's file may name ids without a token.
+_SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +54,111 @@ class RequestMaker:
             RowError: the line cannot run.
         """
         sampling = self.defaults.params(parsed.overrides, parsed.switched_off)
-        if sampling.stop and not self.tokenizer.has_text:
-            raise RowError("no_tokenizer", "stop strings need the model's tokenizer files, which are missing")
+        for what, texts in (("stop strings", sampling.stop), ("bad_words", sampling.bad_words)):
+            if texts and not self.tokenizer.has_text:
+                raise RowError("no_tokenizer", f"{what} need the model's tokenizer files, which are missing")
         if sampling.seed is None:
             sampling = replace(sampling, seed=row_seed(self.seed, parsed.id))
         prompt = self._encode(parsed)
         self.limits.check_prompt(len(prompt.token_ids))
         sampling = self.defaults.bounded(sampling, parsed.overrides, len(prompt.token_ids))
+        if sampling.min_length:
+            least = max(0, sampling.min_length - len(prompt.token_ids))
+            sampling = replace(sampling, min_length=0, min_new_tokens=least)
+        sampling = self.limits.clamp(sampling)
+        rules = self._rules(sampling, parsed.overrides, len(prompt.token_ids))
         if parsed.prompt_token_ids is None:
             self.unknown.count(prompt.token_ids)
-        return Request(index, prompt.token_ids, self.limits.clamp(sampling), arrival_s, prompt.paragraph_ends)
+        return Request(index, prompt.token_ids, sampling, arrival_s, prompt.paragraph_ends, rules)
+
+    def _rules(self, sampling: SamplingParams, overrides: Collection[str], num_prompt: int) -> DrawRules | None:
+        """Return the rules for drawing the request's tokens; None if there are none.
+
+        Args:
+            overrides: fields of SamplingParams that the line itself sets.
+
+        Raises:
+            RowError: `invalid_parameter` for an id that is not of the model, rules that allow no token, or rules that
+                take too many bytes.
+        """
+        least, end_ids = sampling.min_new_tokens, self._end_token_ids(sampling)
+        rules = DrawRules(
+            num_prompt=num_prompt,
+            logit_bias=tuple(pair for pair in sampling.logit_bias if pair[1]),
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            allowed_token_ids=None if sampling.allowed_token_ids is None else _unique(sampling.allowed_token_ids),
+            banned_token_ids=self._in_vocabulary(sampling.suppress_tokens),
+            banned_at_start=self._in_vocabulary(sampling.begin_suppress_tokens),
+            bad_words=self._bad_words(sampling),
+            no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+            min_tokens=least if end_ids else 0,
+            end_token_ids=end_ids if least else (),
+            typical_p=1.0 if sampling.greedy else sampling.typical_p,
+            epsilon_cutoff=0.0 if sampling.greedy else sampling.epsilon_cutoff,
+            eta_cutoff=0.0 if sampling.greedy else sampling.eta_cutoff,
+            logprobs=sampling.logprobs,
+        )
+        self._check_ids(sampling, overrides)
+        if rules == DrawRules(num_prompt=num_prompt):
+            return None
+        self._check_rules(rules)
+        return rules
+
+    def _end_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """Return the ids of tokens that end the output, in ascending order."""
+        eos = () if sampling.ignore_eos else self._in_vocabulary(self.defaults.eos_token_ids)
+        return _unique((*eos, *sampling.stop_token_ids))
+
+    def _bad_words(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of tokens that must not be in the output.
+
+        As in transformers, a sequence of `bad_words_ids` that is only an end-of-sequence token does not count.
+        """
+        found = [ids for ids in sampling.bad_words_ids if len(ids) > 1 or ids[0] not in self.defaults.eos_token_ids]
+        for position, word in enumerate(sampling.bad_words):
+            encoded = self.tokenizer.encode_bad_word(word)
+            if not encoded:
+                wanted = "a text for which the tokenizer has tokens"
+                raise RowError("invalid_parameter", f"bad_words[{position}] is {word!r}; it must be {wanted}")
+            found += encoded
+        return tuple(dict.fromkeys(found))
+
+    def _in_vocabulary(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        return _unique(token_id for token_id in token_ids if token_id < self.limits.vocab_size)
+
+    def _check_ids(self, sampling: SamplingParams, overrides: Collection[str]) -> None:
+        """Raise RowError if a parameter names a token id that the model does not have.
+
+        Ids in the model's own lists of suppressed tokens have no effect then, as in transformers.
+        """
+        for name in ("logit_bias", "allowed_token_ids", "bad_words_ids", "stop_token_ids", *_SUPPRESSED):
+            value = getattr(sampling, name)
+            if not value or (name in _SUPPRESSED and name not in overrides):
+                continue
+            if name == "logit_bias":
+                value = [token_id for token_id, _ in value]
+            elif name == "bad_words_ids":
+                value = [token_id for ids in value for token_id in ids]
+            largest, most = max(value), self.limits.vocab_size - 1
+            if largest > most:
+                message = f"{name} has the token id {largest}; it must be one of the model's, 0 to {most}"
+                raise RowError("invalid_parameter", message)
+
+    def _check_rules(self, rules: DrawRules) -> None:
+        """Raise RowError if the rules always ban every token, or are too long for a message."""
+        banned = {*rules.banned_token_ids, *(ids[0] for ids in rules.bad_words if len(ids) == 1)}
+        at_start = {*banned, *rules.banned_at_start, *rules.end_token_ids}
+        allowed = rules.allowed_token_ids
+        left = self.limits.vocab_size - len(at_start) if allowed is None else len({*allowed} - at_start)
+        if left <= 0:
+            what = "the sampling parameters ban every token at the start of the output"
+            raise RowError("invalid_parameter", f"{what}; allow another token, or ban fewer")
+        size = len(rules.to_bytes())
+        if size > MOST_BYTES:
+            what = f"the line's penalties, biases and lists of tokens take {size} bytes"
+            raise RowError("invalid_parameter", f"{what}; the limit is {MOST_BYTES}. Give fewer tokens or words")
 
     def _encode(self, parsed: ParsedLine) -> EncodedPrompt:
         if parsed.prompt_token_ids is not None:
@@ -70,6 +175,11 @@ class RequestMaker:
             paragraphs=self.paragraphs,
             most_tokens=most,
         )
+
+
+def _unique(token_ids: Iterable[int]) -> tuple[int, ...]:
+    """Return each id once, in ascending order."""
+    return tuple(sorted(set(token_ids)))
 
 
 def row_seed(run_seed: int, id: object) -> int:

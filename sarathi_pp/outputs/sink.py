@@ -22,6 +22,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.journal import Journal, LateJournal, Start
+from sarathi_pp.outputs.logprobs import openai_logprobs, own_logprobs
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import Clock
 
@@ -232,7 +233,8 @@ class FileSink:
             if row.form == "own":
                 record = _own_record(row, completion, text, finished.metrics or {})
             else:
-                record = _openai_record(row, completion, text, self._model, self._created)
+                shown = openai_logprobs(completion, self._tokenizer, is_chat=row.form == "openai-chat")
+                record = _openai_record(row, completion, text, shown, self._model, self._created)
         if row.extra:
             record["extra"] = json.loads(row.extra)
         return encode_line(record)
@@ -256,6 +258,7 @@ def _error_record(row: Row, error: RowError) -> dict[str, object]:
 
 
 def _own_record(row: Row, completion: Completion, text: str | None, metrics: Mapping[str, object]) -> dict[str, object]:
+    logprobs = {} if completion.logprobs is None else {"logprobs": own_logprobs(completion)}
     return {
         "id": row.id,
         "text": text,
@@ -263,14 +266,18 @@ def _own_record(row: Row, completion: Completion, text: str | None, metrics: Map
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(completion.request.prompt_token_ids),
         "num_output_tokens": len(completion.token_ids),
+        **logprobs,
         "metrics": metrics,
     }
 
 
-def _openai_record(row: Row, completion: Completion, text: str | None, model: str, created: int) -> dict[str, object]:
+def _openai_record(
+    row: Row, completion: Completion, text: str | None, logprobs: object, model: str, created: int
+) -> dict[str, object]:
     """Return an output line in OpenAI's form.
 
     Args:
+        logprobs: see `openai_logprobs`.
         created: unix time at which the run started.
     """
     num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
@@ -282,7 +289,7 @@ def _openai_record(row: Row, completion: Completion, text: str | None, model: st
         "created": created,
         "model": model,
         "choices": [
-            {"index": 0, **answer, "logprobs": None, "finish_reason": completion.finish_reason},
+            {"index": 0, **answer, "logprobs": logprobs, "finish_reason": completion.finish_reason},
         ],
         "usage": {
             "prompt_tokens": num_prompt,

@@ -20,9 +20,9 @@ from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch, SampledToken
+from sarathi_pp.drawing.sampling import uniform
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.sampling import uniform
 from sarathi_pp.stages.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Receiver

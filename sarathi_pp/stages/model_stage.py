@@ -18,6 +18,9 @@ from torch import Tensor
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
 from sarathi_pp.core.policy import Limits, parse_policy
+from sarathi_pp.drawing.draw import Edits, draw
+from sarathi_pp.drawing.drawer import Drawer
+from sarathi_pp.drawing.sampling import sample
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -28,7 +31,6 @@ from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
-from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import (
@@ -277,6 +279,12 @@ class ModelStage:
         self._graphs = graphs
         self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
+        self._drawer = Drawer()
+        self._edits: dict[int, Edits] = {}  # of the microbatches in flight whose LM head this stage computes
+
+    @property
+    def _draws(self) -> bool:
+        return self.model.has_lm_head or self._head is not None
 
     @property
     def counts_cpu(self) -> bool:
@@ -297,12 +305,16 @@ class ModelStage:
     def prepare(self, microbatch: MicroBatch) -> Compute:
         spans, ids = self._spans(microbatch)
         drawn = _drawn(microbatch) if self.model.has_lm_head else []
+        edits = self._drawer.prepare(microbatch) if self._draws else {}
+        if self._head is not None and microbatch.head_on_first:
+            # Also if there are none: after an abort, another microbatch may have had this index.
+            self._edits[microbatch.index] = edits
         forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
             if self.model.has_lm_head:
-                return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn))
+                return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn, edits))
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
         return compute
@@ -310,10 +322,11 @@ class ModelStage:
     def prepare_head(self, microbatch: MicroBatch) -> Compute:
         head, drawn = self._head, _drawn(microbatch)
         assert head is not None, f"{microbatch}: its head is not here"
+        edits = self._edits.pop(microbatch.index, {})
 
         def compute(hidden: Tensor | None) -> StageOutput:
             assert hidden is not None, "a head gets rows"
-            return StageOutput(tokens=_draw(head.forward(hidden), drawn))
+            return StageOutput(tokens=_draw(head.forward(hidden), drawn, edits))
 
         return compute
 
@@ -377,7 +390,7 @@ class ModelStage:
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
         spans, ids = [], array("q")
-        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _, long_factors in microbatch.chunks:
+        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _, long_factors, _ in microbatch.chunks:
             table = tables.get(sequence)
             if table is None:
                 table = tables[sequence] = array("q")
@@ -440,12 +453,11 @@ def _last_rows(microbatch: MicroBatch) -> list[int]:
     return rows
 
 
-def _draw(logits: Tensor, chunks: list[Chunk]) -> tuple[SampledToken, ...]:
+def _draw(logits: Tensor, chunks: list[Chunk], edits: Edits) -> tuple[SampledToken, ...]:
     rows = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
     if not rows:
         return ()
-    token_ids, failed = sample(logits, rows)
     return tuple(
-        SampledToken(chunk.sequence, chunk.epoch, token_id, failed=bad)
-        for chunk, token_id, bad in zip(chunks, token_ids, failed, strict=True)
+        SampledToken(chunk.sequence, chunk.epoch, token_id, failure, logprobs=logprobs)
+        for chunk, (token_id, failure, logprobs) in zip(chunks, draw(logits, rows, edits), strict=True)
     )

@@ -315,4 +315,6 @@ def _blamed(tokens: tuple[SampledToken, ...], bad: dict[int, int], last: int) ->
         bad: for each sequence, the first stage that reported such values.
         last: index of the last stage. It is taken if no earlier stage reported the sequence.
     """
-    return tuple(token._replace(first_bad=bad.get(token.sequence, last)) if token.failed else token for token in tokens)
+    return tuple(
+        token._replace(first_bad=bad.get(token.sequence, last)) if token.failure else token for token in tokens
+    )

@@ -22,12 +22,12 @@ import torch
 
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.core.policy import Limits, PolicySpec
+from sarathi_pp.drawing.sampling import sample
 from sarathi_pp.model.checkpoint.mlp import MLPShape
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.graphs import StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.sampling import sample
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.wire.channel import edge_buffers
 

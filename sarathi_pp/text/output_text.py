@@ -17,6 +17,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from sarathi_pp.config import SamplingParams
+
 # The beginning of a context is searched in this number of last tokens of the prompt.
 _LONGEST_CONTEXT = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -74,6 +76,10 @@ class OutputText:
             return self.of_part(token_ids)
         return whole[same:]
 
+    def written(self, token_id: int) -> str:
+        """Return a special token as it is written in the vocabulary."""
+        return self._tokenizer.written(token_id)
+
     def of_part(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens from the middle of the output. Its beginning may be wrong, such as a space."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
@@ -87,6 +93,8 @@ class StopChecker:
         stop: the stop strings.
         stop_ids: ids of special tokens that are written like a stop string. They are compared by id, since decoding
             hides them.
+        num_early: number of first tokens of the output that no stop string ends. A stop string must end after their
+            text, but may begin in it.
 
     For each token, only the last tokens are decoded: enough for the longest stop string and some context. (A decoder
     may change the start of a text, for example drop a space. This must not reach the part that is searched.) So a token
@@ -102,30 +110,45 @@ class StopChecker:
 
     _CONTEXT = 16
 
-    def __init__(self, text: OutputText, stop: Sequence[str], stop_ids: frozenset[int]) -> None:
+    def __init__(self, text: OutputText, stop: Sequence[str], stop_ids: frozenset[int], num_early: int = 0) -> None:
         self._text = text
         self._stop = tuple(stop)
         self._stop_ids = stop_ids
         self._reach = max(map(len, stop)) + self._CONTEXT
-        self._ids: list[int] = []
+        self._num_early_left = num_early
+        self._ids: list[int] = []  # visible tokens of the output
+        self._num_early = 0  # the early ones among them
+        self._num_early_chars = 0  # in the text of the window
         self._start = 0
 
     def push(self, token_id: int) -> bool:
         """Add the next token of the output, and return whether the output so far holds a stop string."""
+        if self._num_early_left:
+            self._push_early(token_id)
+            return False
         if token_id in self._stop_ids:
             return True
         if not self._text.visible(token_id):
             return False
         self._ids.append(token_id)
         window = self._text.of_part(self._ids[self._start :]) if self._start else self._text.of(self._ids)
-        if self._holds_stop(window):
-            return not self._start or self._holds_stop(self._text.of(self._ids))
+        if find_stop(window, self._stop, self._num_early_chars) is not None:
+            return not self._start or self._is_confirmed()
         if len(window) > 2 * self._reach:
             self._narrow(force=len(window) > 16 * self._reach)
         return False
 
-    def _holds_stop(self, text: str) -> bool:
-        return any(stop in text for stop in self._stop)
+    def _push_early(self, token_id: int) -> None:
+        self._num_early_left -= 1
+        if self._text.visible(token_id):
+            self._ids.append(token_id)
+            self._num_early += 1
+        if not self._num_early_left:
+            self._num_early_chars = num_whole_chars(self._text.of(self._ids))
+
+    def _is_confirmed(self) -> bool:
+        num_early_chars = num_whole_chars(self._text.of(self._ids[: self._num_early])) if self._num_early else 0
+        return find_stop(self._text.of(self._ids), self._stop, num_early_chars) is not None
 
     def _narrow(self, *, force: bool) -> None:
         """Halve the window if it then begins with a whole character.
@@ -138,7 +161,42 @@ class StopChecker:
             window = self._text.of_part(self._ids[start:])
             if start and len(window) >= self._reach and (force or not window.startswith("\ufffd")):
                 self._start = start
+                early = self._ids[start : self._num_early]
+                self._num_early_chars = num_whole_chars(self._text.of_part(early)) if early else 0
                 return
+
+
+def find_stop(text: str, stop: Sequence[str], num_early_chars: int = 0) -> tuple[int, int] | None:
+    """Return the first character and the end of the first stop string in a text; None if the text holds none.
+
+    Args:
+        num_early_chars: characters at the beginning of the text in which no stop string may end.
+    """
+    starts = ((text.find(one, max(0, num_early_chars + 1 - len(one))), len(one)) for one in stop)
+    return min(((at, at + length) for at, length in starts if at >= 0), default=None)
+
+
+def num_whole_chars(text: str) -> int:
+    """Return the number of characters of a text without those at its end that the next tokens may complete."""
+    return len(text.rstrip("\ufffd"))
+
+
+def cut_at_stop(text: OutputText, token_ids: Sequence[int], sampling: SamplingParams, stop_ids: frozenset[int]) -> str:
+    """Return the text of an output up to its first stop string. It ends where StopChecker has ended it.
+
+    Args:
+        token_ids: tokens of the output.
+        sampling: parameters of the request, with the stop strings.
+        stop_ids: see StopChecker.
+    """
+    least, keep = sampling.min_new_tokens, sampling.include_stop_str_in_output
+    late = range(least, len(token_ids))
+    end = next((place for place in late if token_ids[place] in stop_ids), len(token_ids))
+    whole = text.of(token_ids[:end])
+    found = find_stop(whole, sampling.stop, num_whole_chars(text.of(token_ids[:least])) if least else 0)
+    if found is not None:
+        return whole[: found[1] if keep else found[0]]
+    return whole + text.written(token_ids[end]) if keep and end < len(token_ids) else whole
 
 
 def decodes_locally(backend: Any) -> bool:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.text.chat_template import Renderer
-from sarathi_pp.text.output_text import OutputText, StopChecker, decodes_locally, find_context
+from sarathi_pp.text.output_text import OutputText, StopChecker, cut_at_stop, decodes_locally, find_context
+from sarathi_pp.text.token_bytes import is_byte_level, token_bytes
 from sarathi_pp.text.tokenizer_backend import load_backend
 
 # Characters of a piece of a text. Encoding takes up to some hundred bytes of memory per character. So the tokens of a
@@ -28,6 +30,8 @@ _TOKENS_A_CUT = 256
 # A text of up to this length is never refused by its number of characters alone, since a tokenizer may turn much white
 # space into few tokens.
 _MAX_FOLDED_CHARS = 2**20
+# Bad words whose tokens are kept for the next request.
+_MOST_BAD_WORDS = 4096
 # A directory with none of these files has no tokenizer, whatever its config.json promises.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,7 +104,8 @@ class Tokenizer:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._special_ids: frozenset[int] = frozenset()
         self._num_known = 0
-        self._adds_bos = self._decodes_locally = False
+        self._bad_words: dict[str, list[tuple[int, ...]]] = {}
+        self._adds_bos = self._decodes_locally = self._byte_level = False
         self._renderer = Renderer()
         if backend is not None:
             if backend.vocab_size > vocab_size:
@@ -112,6 +117,7 @@ class Tokenizer:
             self._special_ids = frozenset(backend.all_special_ids) | {number for number, one in added if one.special}
             self._num_known = len(backend)
             self._decodes_locally = decodes_locally(backend)
+            self._byte_level = is_byte_level(backend)
             # The first call clears a truncation that tokenizer.json may ask for. Later calls change nothing. So they
             # are safe while another thread decodes.
             special, plain = (self._encode("a", special=with_them).token_ids for with_them in (True, False))
@@ -256,6 +262,33 @@ class Tokenizer:
         written: str = self._require("text").convert_ids_to_tokens(token_id)
         return written
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for. Without tokenizer files, `token_id:` and the id, as in vLLM."""
+        if self._backend is None or token_id >= self._num_known:
+            return f"token_id:{token_id}".encode()
+        special = token_id in self._special_ids
+        return token_bytes(self.written(token_id), byte_level=self._byte_level, is_special=special)
+
+    def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
+        """Return the token ids of a word that must not be in an output; empty if it has none. It keeps some results.
+
+        As in vLLM, the second item is the word after a space, if that has as many tokens and begins with another one.
+
+        Raises:
+            RowError: `no_tokenizer`.
+        """
+        if word not in self._bad_words:
+            if len(self._bad_words) >= _MOST_BAD_WORDS:
+                self._bad_words.clear()
+            self._bad_words[word] = self._encode_bad_word(word.lstrip())
+        return self._bad_words[word]
+
+    def _encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
+        alone, spaced = (self._encode(text, special=False).token_ids for text in (word, f" {word}"))
+        if not alone:
+            return []
+        return [alone, spaced] if len(spaced) == len(alone) and spaced[0] != alone[0] else [alone]
+
     def context(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
         """Return the last tokens of a prompt, which decide how the first tokens of its output decode.
 
@@ -271,7 +304,7 @@ class Tokenizer:
         if not stop:
             return None
         self._require("a stop string")
-        return StopChecker(self._output_text(request), stop, self._stop_ids(stop))
+        return StopChecker(self._output_text(request), stop, self._stop_ids(stop), request.sampling.min_new_tokens)
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is written exactly like this text; None if there is none."""
@@ -284,20 +317,21 @@ class Tokenizer:
     def finish(self, completion: Completion) -> str | None:
         """Return the text of a finished request's output, cut at the first stop string; None without tokenizer files.
 
-        The end-of-sequence token is left out, unless the request shows special tokens.
+        The token that ended the output is left out: a stop token, or the end-of-sequence token unless the request shows
+        special tokens. With `include_stop_str_in_output`, the stop string or stop token stays.
         """
         if self._backend is None:
             return None
-        request, ids = completion.request, list(completion.token_ids)
-        stop, skip = request.sampling.stop, request.sampling.skip_special_tokens
-        if skip and ids and completion.finish_reason == "stop" and ids[-1] in self._eos_token_ids:
+        sampling, ids = completion.request.sampling, list(completion.token_ids)
+        keep, ended = sampling.include_stop_str_in_output, completion.finish_reason == "stop"
+        if ids and ended and not keep and self._is_left_out(ids[-1], sampling):
             ids.pop()
-        if stop:
-            stop_ids = self._stop_ids(stop)
-            del ids[next((i for i, token_id in enumerate(ids) if token_id in stop_ids), len(ids)) :]
-        text = self._output_text(request).of(ids)
-        found = [at for at in map(text.find, stop) if at >= 0]
-        return text[: min(found)] if found else text
+        text = self._output_text(completion.request)
+        return cut_at_stop(text, ids, sampling, self._stop_ids(sampling.stop)) if sampling.stop else text.of(ids)
+
+    def _is_left_out(self, last_id: int, sampling: SamplingParams) -> bool:
+        """Return whether the last token of an output that has stopped is not part of its text."""
+        return last_id in sampling.stop_token_ids or (sampling.skip_special_tokens and last_id in self._eos_token_ids)
 
     def _output_text(self, request: Request) -> OutputText:
         skip = request.sampling.skip_special_tokens

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
+from sarathi_pp.config import MOST_LOGPROBS
+from sarathi_pp.core.draw_rules import MOST_BYTES, MOST_MICROBATCH_BYTES, Failure
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult, TokenLogprobs
 from sarathi_pp.errors import ProtocolError
 
 MAGIC = b"SPPW"
@@ -30,8 +32,10 @@ _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
 # The legal flags of a chunk. Bit 0: it is a decode. Bit 1: a token is drawn after it. Bit 2: its rotary embeddings use
-# the long factors.
-_FLAGS = frozenset(range(8))
+# the long factors. Bit 3: it brings rules.
+_FLAGS = frozenset(range(16))
+_WORD_BYTES = 8
+_FAILURES = {int(failure): failure for failure in Failure}  # calling the class takes longer
 _TRAILER = struct.Struct("<Q")
 TRAILER_BYTES = _TRAILER.size
 # Untouched memory holds 0. With this mark, no trailer of a frame is 0.
@@ -176,7 +180,7 @@ def decode(message: memoryview | bytes) -> Envelope:
         raise ProtocolError(f"frame {number}: its payload of {payload_bytes} bytes was cut")
     try:
         frame = _restore(kind, *_read_numbers(body))
-    except (struct.error, IndexError, ValueError, OverflowError) as error:
+    except (struct.error, IndexError, KeyError, ValueError, OverflowError) as error:
         raise ProtocolError(f"frame {number} of kind {kind} has a malformed body: {error}") from error
     return Envelope(frame, number, start, payload_bytes)
 
@@ -194,10 +198,8 @@ def _flatten(frame: Frame) -> tuple[int, Numbers]:
     match frame:
         case MicroBatchFrame():
             return 1, _flatten_microbatch(frame)
-        case StepResult(index, tokens, stage_times, short):
-            columns = chain.from_iterable(zip(*tokens, strict=True))
-            integers = [index, int(short), len(tokens), *map(int, columns)]
-            return 2, (integers, [v for time in stage_times for v in time])
+        case StepResult():
+            return 2, _flatten_result(frame)
         case Heartbeat(progress, busy, steps):
             return 3, ([progress, int(busy), steps], [])
         case Goodbye():
@@ -214,13 +216,7 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
         case 1:
             return _restore_microbatch(integers, reals)
         case 2:
-            index, short, count, *rest = integers
-            if count < 0 or len(rest) != 5 * count:
-                raise ValueError(f"{count} tokens in {len(rest)} integers")
-            sequences, epochs, token_ids, failed, first_bad = _columns(rest, 0, 5, count)
-            fields = zip(sequences, epochs, token_ids, map(_flag, failed), first_bad, strict=True)
-            tokens = tuple(map(SampledToken._make, fields))
-            return StepResult(index, tokens, _stage_times(reals), _flag(short))
+            return _restore_result(integers, reals)
         case 3:
             progress, busy, steps = integers
             _expect(not reals, "reals in a heartbeat")
@@ -239,6 +235,50 @@ def _restore(kind: int, integers: Sequence[int], reals: Sequence[float]) -> Fram
     raise ValueError("unknown kind")
 
 
+def _flatten_result(result: StepResult) -> Numbers:
+    """Return all numbers of a result. Log probabilities follow for the tokens whose requests want them.
+
+    integers   index | short | tokens | sequence ... | epoch ... | token id ... | failure ... | first bad ... |
+               number of top tokens, or -1 ... | ids of all top tokens
+    reals      of each token with log probabilities: its own, then those of its top tokens | stage times
+    """
+    tokens = result.tokens
+    integers: list[int] = [result.index, int(result.short), len(tokens)]
+    reals: list[float] = []
+    if tokens:
+        sequences, epochs, token_ids, failures, first_bad, logprobs = zip(*tokens, strict=True)
+        integers += (*sequences, *epochs, *token_ids, *map(int, failures), *first_bad)
+        integers += [-1 if one is None else len(one.top) for one in logprobs]
+        for one in logprobs:
+            if one is not None:
+                integers += [token_id for token_id, _ in one.top]
+                reals += (one.logprob, *(logprob for _, logprob in one.top))
+    return integers, [*reals, *chain.from_iterable(result.stage_times)]
+
+
+def _restore_result(integers: Sequence[int], reals: Sequence[float]) -> StepResult:
+    """Return the result whose numbers `_flatten_result` made. Raise ValueError for other numbers."""
+    index, short, count = integers[:3]
+    if count < 0 or len(integers) < 3 + 6 * count:
+        raise ValueError(f"{count} tokens in {len(integers)} integers")
+    sequences, epochs, token_ids, failures, first_bad, num_tops = _columns(integers, 3, 6, count)
+    if min(num_tops, default=0) < -1:
+        raise ValueError("a token has a negative number of top tokens")
+    at, first = 3 + 6 * count, 0
+    logprobs: list[TokenLogprobs | None] = []
+    for num_top in num_tops:
+        if num_top < 0:
+            logprobs.append(None)
+            continue
+        own, *others = reals[first : first + 1 + num_top]
+        logprobs.append(TokenLogprobs(own, tuple(zip(integers[at : at + num_top], others, strict=True))))
+        at, first = at + num_top, first + 1 + num_top
+    if at != len(integers):
+        raise ValueError(f"{len(integers)} integers; expected {at}")
+    fields = zip(sequences, epochs, token_ids, map(_FAILURES.__getitem__, failures), first_bad, logprobs, strict=True)
+    return StepResult(index, tuple(map(SampledToken._make, fields)), _stage_times(reals[first:]), _flag(short))
+
+
 def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     """Return all numbers of a frame: counts, then a column of numbers for each field of its chunks.
 
@@ -246,7 +286,8 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
     integers   index | short | head on first | chunks | freed | bad | sequence, stage of each bad one | sequence ... |
                epoch ... | start ... | num_tokens ... | flags ... | number of token ids ... | number of new pages ... |
-               freed ids | all token ids | all new pages | position ... | top_k ... | seed ...
+               freed ids | all token ids | all new pages | position ... | top_k ... | seed ... | rules
+    rules      for each chunk that brings rules: number of bytes, then the bytes in words of 8
     reals      issued_s | stages | microbatch, seconds per stage | temperature ... | top_p ... | min_p ...
     """
     m = frame.microbatch
@@ -255,12 +296,12 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     integers = [m.index, int(frame.short), int(m.head_on_first), len(m.chunks), len(m.freed), len(frame.bad), *bad]
     if not m.chunks:
         return [*integers, *m.freed], reals
-    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long = zip(
+    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules = zip(
         *m.chunks, strict=True
     )
     flags = [
-        decode | (row is not None) << 1 | is_long << 2
-        for decode, row, is_long in zip(decodes, sampling, are_long, strict=True)
+        decode | (row is not None) << 1 | is_long << 2 | (text != b"") << 3
+        for decode, row, is_long, text in zip(decodes, sampling, are_long, rules, strict=True)
     ]
     integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
@@ -273,6 +314,9 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
         positions, temperatures, top_ks, top_ps, min_ps, seeds = zip(*rows, strict=True)
         integers += (*positions, *top_ks, *seeds)
         reals += (*temperatures, *top_ps, *min_ps)
+    for text in rules:
+        if text:
+            integers += (len(text), *_words(text))
     return integers, reals
 
 
@@ -302,10 +346,10 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     drawn = [flag & 2 > 0 for flag in flags]
     num_rows = sum(drawn)
     num_times = 2 * reals[1]
-    if not num_times >= 0 or len(integers) != at + 3 * num_rows or len(reals) != 2 + num_times + 3 * num_rows:
+    rules, end = _cut_rules(integers, at + 3 * num_rows, flags)
+    if not num_times >= 0 or len(integers) != end or len(reals) != 2 + num_times + 3 * num_rows:
         raise ValueError(
-            f"{len(integers)} integers and {len(reals)} reals; expected {at + 3 * num_rows} and "
-            f"{2 + num_times + 3 * num_rows}"
+            f"{len(integers)} integers and {len(reals)} reals; expected {end} and {2 + num_times + 3 * num_rows}"
         )
     first = len(reals) - 3 * num_rows
     positions, top_ks, seeds = _columns(integers, at, 3, num_rows)
@@ -315,7 +359,7 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     sampling = [next(rows) if draws else None for draws in drawn]
     decodes = [flag & 1 > 0 for flag in flags]
     are_long = [flag & 4 > 0 for flag in flags]
-    columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long
+    columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules
     chunk_fields = zip(*columns, strict=True)
     chunks = tuple(map(Chunk._make, chunk_fields))
     microbatch = MicroBatch(index, chunks, tuple(freed), reals[0], _flag(head_on_first))
@@ -337,6 +381,34 @@ def _cut(numbers: Sequence[int], start: int, counts: Sequence[int]) -> tuple[lis
         pieces.append(tuple(numbers[start : start + count]) if count else ())
         start += count
     return pieces, start
+
+
+def _words(text: bytes) -> tuple[int, ...]:
+    """Return bytes as integers of 64 bits, with zeros at the end."""
+    count = -(-len(text) // _WORD_BYTES)
+    return struct.unpack(f"<{count}q", text.ljust(count * _WORD_BYTES, b"\0"))
+
+
+def _cut_rules(integers: Sequence[int], start: int, flags: Sequence[int]) -> tuple[list[bytes], int]:
+    """Return the rules of each chunk, which begin at the index `start`, and the index after the last one.
+
+    Args:
+        flags: flags of each chunk.
+    """
+    if max(flags, default=0) < 8:  # most microbatches bring no rules
+        return [b""] * len(flags), start
+    found = []
+    for flag in flags:
+        if not flag & 8:
+            found.append(b"")
+            continue
+        length = integers[start]
+        words = integers[start + 1 : start + 1 - (-length // _WORD_BYTES)]
+        if not 0 < length <= MOST_BYTES or len(words) != -(-length // _WORD_BYTES):
+            raise ValueError(f"rules of {length} bytes in {len(words)} integers")
+        start += 1 + len(words)
+        found.append(struct.pack(f"<{len(words)}q", *words)[:length])
+    return found, start
 
 
 def _pairs(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -378,6 +450,8 @@ def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stage
     chunks = min(max_tokens, max_seqs)
     pages = -(-max_tokens // page_size) + chunks
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
-    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks
+    rules = 2 * chunks + MOST_MICROBATCH_BYTES // _WORD_BYTES
+    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks + rules
     reals = 2 + 2 * num_stages + 3 * chunks
-    return payload_start(_COUNTS.size + 8 * (integers + reals))
+    result_integers, result_reals = 3 + (6 + MOST_LOGPROBS) * chunks, (1 + MOST_LOGPROBS) * chunks + 2 * num_stages
+    return payload_start(_COUNTS.size + 8 * max(integers + reals, result_integers + result_reals))

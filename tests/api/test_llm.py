@@ -54,16 +54,31 @@ def test_the_adder_adds_after_prompts_of_many_chunks():
 def test_a_setting_that_is_not_supported_is_an_error_of_a_prompt_unless_it_is_overridden(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(ADDER, model)
-    (model / "generation_config.json").write_text(
-        '{"repetition_penalty": 1.05, "eos_token_id": 3, "max_new_tokens": 2}'
-    )
+    (model / "generation_config.json").write_text('{"num_beams": 4, "eos_token_id": 3, "max_new_tokens": 2}')
     with LLM(str(model)) as llm:
         (answer,) = llm.generate("12+30=")
         assert answer.error is not None and answer.error.code == "unsupported_setting"
         (answer,) = llm.generate("12+30=", SamplingParams(max_new_tokens=2))  # an explicit value is kept
         assert answer.outputs[0].text == "42"
-    with LLM(str(model), override_generation_config={"repetition_penalty": 1.0}) as llm:
+    with LLM(str(model), override_generation_config={"num_beams": 1}) as llm:
         assert llm.generate("12+30=")[0].outputs[0].text == "42"
+
+
+def test_parameters_of_a_program_change_the_tokens_that_end_an_output():
+    """The end-of-sequence tokens come from the model's files, also for a request with parameters of its own."""
+    with LLM(ADDER) as llm:
+
+        def answer(**sampling):
+            output = llm.generate("12+30=", SamplingParams(max_new_tokens=8, **sampling))[0].outputs[0]
+            return output.text, output.token_ids, output.finish_reason
+
+        assert answer() == ("42", (8, 6, 3), "stop")
+        longer = answer(min_new_tokens=6)[1]
+        assert longer[:2] == (8, 6) and len(longer) >= 6 and 3 not in longer[:6]
+        assert answer(stop_token_ids=[6]) == ("4", (8, 6), "stop")
+        assert answer(stop_token_ids=[6], include_stop_str_in_output=True) == ("42", (8, 6), "stop")
+        assert answer(stop="4", include_stop_str_in_output=True) == ("4", (8,), "stop")
+        assert answer(stop="4", min_new_tokens=1) == ("42", (8, 6, 3), "stop")
 
 
 def test_close_returns_the_report():

@@ -66,7 +66,23 @@ FIELDS: dict[str, tuple[list[str], object]] = {
     "override_generation_config": (["--override-generation-config", '{"max_length": 9}'], {"max_length": 9}),
 }
 # Fields of SamplingParams that only a line of the input or a Python program sets. `--seed` is the run's.
-OF_A_REQUEST_ALONE = {"seed", "skip_special_tokens"}
+OF_A_REQUEST_ALONE = {
+    *("seed", "skip_special_tokens", "logit_bias", "allowed_token_ids", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "min_length", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+}
+# Options of sampling, and the values of the fields that they set.
+SAMPLING_VALUES: dict[str, tuple[list[str], object]] = {
+    "max_new_tokens": (["--max-tokens", "3"], 3),
+    "min_new_tokens": (["--min-tokens", "3"], 3),
+    "stop_token_ids": (["--stop-token-ids", "7,5"], (7, 5)),
+    "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
+    "presence_penalty": (["--presence-penalty", "0.5"], 0.5),
+    "frequency_penalty": (["--frequency-penalty", "-0.5"], -0.5),
+    "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
+    "no_repeat_ngram_size": (["--no-repeat-ngram-size", "3"], 3),
+    "logprobs": (["--logprobs", "5"], 5),
+    "bad_words": (["--bad-words", "a b", "--bad-words", "c"], ("a b", "c")),
+}
 # Options of one name with another meaning in this command, so that each has its own help.
 OWN_MEANING = {
     *(("profile", "--output"), ("bench", "--output"), ("compare", "--html")),
@@ -120,6 +136,13 @@ def test_no_field_of_a_run_config_is_forgotten() -> None:
 def test_an_option_sets_each_sampling_parameter_of_all_requests() -> None:
     names = {option.name for option in SAMPLING.options()} - {"override_generation_config"}
     assert names == {one.name for one in fields(SamplingParams)} - OF_A_REQUEST_ALONE
+
+
+@pytest.mark.parametrize("field", SAMPLING_VALUES)
+def test_a_sampling_option_sets_the_field_of_its_name(field: str) -> None:
+    arguments, value = SAMPLING_VALUES[field]
+    found = run_config(parse("generate", *arguments), None).sampling_overrides
+    assert found == {field: value} and getattr(SamplingParams(**found), field) == value  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NEEDED)

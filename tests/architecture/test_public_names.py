@@ -21,6 +21,8 @@ GENERATE_OPTIONS = {
     *("--replicas", "--data-parallel-size", "--tensor-parallel-size", "--tp-size"),
     *("--policy", "--chunk-size", "--max-num-batched-tokens", "--max-num-seqs", "--inflight"),
     *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
+    *("--min-new-tokens", "--min-tokens", "--stop-token-ids", "--include-stop-str-in-output", "--bad-words"),
+    *("--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--no-repeat-ngram-size", "--logprobs"),
     "--override-generation-config",
     *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),
     *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size"),

@@ -257,20 +257,20 @@ def test_a_stream_that_is_no_lines_takes_nothing_away_and_does_not_stand_in_the_
     assert run(b"id,prompt\n1,hi\n", "--overwrite") == 65 and out.read_bytes() == written
 
 
-def test_a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so(tmp_path):
-    """If the user cannot write to the model directory, the user cannot remove the penalty from the file."""
+def test_a_model_that_asks_for_beams_runs_without_them_if_line_or_command_says_so(tmp_path):
+    """If the user cannot write to the model directory, the user cannot remove the setting from the file."""
     model = copy_model(tmp_path)
-    settings = {"eos_token_id": 3, "repetition_penalty": 1.05, "max_length": 9}
+    settings = {"eos_token_id": 3, "num_beams": 4, "max_length": 9}
     (model / "generation_config.json").write_text(json.dumps(settings))
-    lines = ('{"id": "asks", "prompt": "12+30="}', '{"id": "off", "prompt": "12+30=", "repetition_penalty": 1}')
+    lines = ('{"id": "asks", "prompt": "12+30="}', '{"id": "off", "prompt": "12+30=", "num_beams": 1}')
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(model), "--quiet"]
     found = {}
-    for options, code in (([], 3), (["--override-generation-config", '{"repetition_penalty": 1}'], 0)):
+    for options, code in (([], 3), (["--override-generation-config", '{"num_beams": 1}'], 0)):
         files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / f"{code}.jsonl")]
         done = subprocess.run([*command, *files, *options], capture_output=True, text=True)
         assert done.returncode == code, done.stderr
-        assert ("asks for repetition_penalty = 1.05" in done.stderr) == bool(code)
+        assert ("asks for num_beams = 4" in done.stderr) == bool(code)
         lines = [json.loads(line) for line in (tmp_path / f"{code}.jsonl").read_text().splitlines()]
         found[code] = {line["id"]: line for line in lines}
     assert found[3]["asks"]["error"]["code"] == "unsupported_setting"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sarathi_pp.config import RunConfig, SamplingParams, size_in_bytes
-from sarathi_pp.errors import OptionError, RowError
+from sarathi_pp.errors import ConfigError, OptionError, RowError
 
 
 class Torch:
@@ -137,6 +137,15 @@ def test_every_field_has_a_wrong_value() -> None:
         ("seed", np.uint8(7), 7),
         ("ignore_eos", np.bool_(True), True),
         ("skip_special_tokens", np.bool_(False), False),
+        ("presence_penalty", np.float32(0.5), 0.5),
+        ("no_repeat_ngram_size", np.int64(3), 3),
+        ("stop_token_ids", np.array([3, 4]), (3, 4)),
+        ("allowed_token_ids", [np.int32(3)], (3,)),
+        ("allowed_token_ids", None, None),
+        ("suppress_tokens", None, ()),
+        ("bad_words_ids", [np.array([1, 2])], ((1, 2),)),
+        ("logit_bias", {np.int64(3): np.float32(0.5)}, ((3, 0.5),)),
+        ("logit_bias", None, ()),
     ],
 )
 def test_sampling_takes_numbers_of_numpy(name: str, given: object, taken: object) -> None:
@@ -159,6 +168,17 @@ def test_sampling_has_the_defaults_of_its_fields() -> None:
     """Its constructor is written out, to accept the names of other engines."""
     assert asdict(SamplingParams()) == {one.name: one.default for one in fields(SamplingParams)}
     assert replace(SamplingParams(3), seed=1) == SamplingParams(max_tokens=3, seed=1)
+    listed = SamplingParams(min_tokens=2, logit_bias={3: 1, 2: 1}, stop_token_ids=[1], bad_words_ids=[[1]])
+    assert (listed.min_tokens, listed.logit_bias) == (2, ((2, 1.0), (3, 1.0)))
+    assert {listed: 1}[replace(listed, seed=None)] == 1
+    assert SamplingParams(**json.loads(json.dumps(asdict(listed)))) == listed
+
+
+def test_a_shortest_output_is_given_in_one_way() -> None:
+    with pytest.raises(RowError, match="min_length is 9; it must be 0 if min_new_tokens is given, which is 2"):
+        SamplingParams(min_new_tokens=2, min_length=9)
+    with pytest.raises(ConfigError, match="min_new_tokens and min_tokens are the same parameter; give one of them"):
+        SamplingParams(min_new_tokens=2, min_tokens=2)
 
 
 def test_sizes() -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, DrawRules, Failure
 from sarathi_pp.core.head_placement import HeadPlacement
-from sarathi_pp.core.plan import SampledToken, StepResult
+from sarathi_pp.core.plan import SampledToken, StepResult, TokenLogprobs
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits
 from sarathi_pp.core.request import Request
@@ -306,7 +307,9 @@ def test_a_stop_rule_ends_the_output_and_a_failed_token_ends_the_request():
     for index in range(2):
         coordinator.submit(Request(index, (1, 2), params))
     coordinator.next_microbatch()
-    done = coordinator.complete(StepResult(0, (SampledToken(0, 0, 5), SampledToken(1, 0, 0, failed=True))))
+    done = coordinator.complete(
+        StepResult(0, (SampledToken(0, 0, 5), SampledToken(1, 0, 0, failure=Failure.NOT_FINITE)))
+    )
     assert [(c.request.index, c.token_ids, c.finish_reason) for c in done] == [
         (0, (5,), "stop"),
         (1, (), "error"),
@@ -412,3 +415,66 @@ def test_requests_that_come_behind_later_ones_start_with_them():
     for index in (5, 3, 4):
         coordinator.submit(Request(index, (1, 2), SamplingParams(max_new_tokens=1, seed=0)))
     assert str(coordinator.next_microbatch()) == "m0[s3:0+2 s4:0+2 s5:0+2]"
+
+
+def test_a_stop_token_ends_an_output_as_the_end_token_does():
+    coordinator = Coordinator(Limits(1, 16, 2, 64, 4, 16, 1), make_policy("sarathi"), eos_token_ids=[EOS])
+    coordinator.submit(Request(0, (1, 2), SamplingParams(stop_token_ids=[9], ignore_eos=True, seed=0)))
+    coordinator.submit(Request(1, (1, 2), SamplingParams(seed=0)))
+    coordinator.next_microbatch()
+    done = coordinator.complete(StepResult(0, (SampledToken(0, 0, EOS), SampledToken(1, 0, 9))))
+    assert done == []
+    coordinator.next_microbatch()
+    done = coordinator.complete(StepResult(1, (SampledToken(0, 0, 9), SampledToken(1, 0, 4))))
+    assert [(one.token_ids, one.finish_reason) for one in done] == [((EOS, 9), "stop")]
+
+
+def test_rules_come_with_the_first_chunk_of_each_epoch_and_fit_into_a_message():
+    limits = Limits(2, 64, 9, 64, 4, 40, 2)
+    coordinator = Coordinator(limits, make_policy("sarathi"))
+    long = DrawRules(num_prompt=4, banned_token_ids=tuple(range(10_000, 20_000)))
+    size = len(long.to_bytes())
+    assert 2 * size <= MOST_MICROBATCH_BYTES < 3 * size
+    rules = [long, None, long, long, None, long]
+    requests = [
+        Request(index, (1,) * 4, SamplingParams(max_new_tokens=3, seed=0), rules=one) for index, one in enumerate(rules)
+    ]
+    _, schedule = drive(coordinator, requests, [0] * len(requests))
+    for microbatch in schedule:
+        assert sum(len(chunk.rules) for chunk in microbatch.chunks) <= MOST_MICROBATCH_BYTES
+        for chunk in microbatch.chunks:
+            assert bool(chunk.rules) == (chunk.start == 0 and rules[chunk.sequence] is not None)
+
+
+def test_log_probabilities_come_with_their_tokens():
+    coordinator = Coordinator(Limits(1, 16, 2, 64, 4, 16, 1), make_policy("sarathi"))
+    params = SamplingParams(max_new_tokens=2, seed=0)
+    coordinator.submit(Request(0, (1, 2), params, rules=DrawRules(num_prompt=2, logprobs=1)))
+    coordinator.submit(Request(1, (1, 2), params))
+    coordinator.next_microbatch()
+    first, second = TokenLogprobs(-0.5, ((3, -0.1),)), TokenLogprobs(-0.25)
+    coordinator.complete(StepResult(0, (SampledToken(0, 0, 5, logprobs=first), SampledToken(1, 0, 6))))
+    coordinator.next_microbatch()
+    done = coordinator.complete(StepResult(1, (SampledToken(0, 0, 7, logprobs=second), SampledToken(1, 0, 8))))
+    assert [one.logprobs for one in done] == [(first, second), None]
+
+
+def test_a_stopped_run_finishes_a_sequence_that_outgrew_the_short_factors():
+    coordinator = Coordinator(Limits(1, 16, 2, 64, 4, 16, 1, 3), make_policy("sarathi"))
+    for index in range(3):
+        coordinator.submit(Request(index, (1, 2, 3), SamplingParams(max_new_tokens=4, seed=0)))
+    coordinator.next_microbatch()
+    coordinator.complete(StepResult(0, (SampledToken(0, 0, 5), SampledToken(1, 0, 5))))
+    assert coordinator.num_running == 0 and coordinator.num_waiting == 3
+    assert [request.index for request in coordinator.withdraw()] == [2]
+    assert coordinator.num_waiting == 2 and coordinator.waiting_tokens == 8
+    assert str(coordinator.next_microbatch()) == "m1[s0.1:0+4 s1.1:0+4]"
+
+
+def test_stages_that_bring_no_log_probabilities_leave_them_out():
+    coordinator = Coordinator(Limits(1, 16, 2, 64, 4, 16, 1), make_policy("sarathi"))
+    params = SamplingParams(max_new_tokens=1, seed=0)
+    coordinator.submit(Request(0, (1, 2), params, rules=DrawRules(num_prompt=2, logprobs=1)))
+    coordinator.next_microbatch()
+    (done,) = coordinator.complete(StepResult(0, (SampledToken(0, 0, 5),)))
+    assert done.logprobs is None

@@ -6,7 +6,7 @@ Only the wire is replaced, by the in-process channel, whose frames pass through 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,9 @@ import torch
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel
+from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.partition import partition
+from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
@@ -129,6 +131,7 @@ class ListSink:
 class Outcome:
     tokens: list[tuple[int, ...]]
     reasons: list[str]
+    logprobs: list[tuple[TokenLogprobs, ...] | None]
     num_preemptions: int
     events: list[list]
 
@@ -148,6 +151,7 @@ def run_pipeline(
     eos_token_ids=(),
     per_take: int | None = None,
     sampling: list[SamplingParams] | None = None,
+    rules: Sequence[DrawRules | None] | None = None,
     paragraph_ends: list[tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.float32,
     layer_split: tuple[int, ...] | None = None,
@@ -197,7 +201,12 @@ def run_pipeline(
     params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
     ends = paragraph_ends or [()] * len(prompts)
     rows = [
-        Row(index + 1, index, "own", Request(index, tuple(prompt), params[index], clock.now(), ends[index]))
+        Row(
+            index + 1,
+            index,
+            "own",
+            Request(index, tuple(prompt), params[index], clock.now(), ends[index], rules[index] if rules else None),
+        )
         for index, prompt in enumerate(prompts)
     ]
     sink = ListSink()
@@ -213,6 +222,7 @@ def run_pipeline(
     return Outcome(
         [completion.token_ids for completion in ordered],
         [completion.finish_reason for completion in ordered],
+        [completion.logprobs for completion in ordered],
         coordinator.num_preemptions,
         [recorder.events for recorder in recorders],
     )

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.config import SamplingParams
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
 from sarathi_pp.engine.progress import Progress
@@ -26,9 +28,38 @@ samplings = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     stop=st.lists(st.text(st.characters(codec="utf-8"), min_size=1)).map(tuple),
     ignore_eos=st.booleans(),
+    **{name: st.floats(-2, 2) for name in ("presence_penalty", "frequency_penalty")},
+    repetition_penalty=st.floats(1e-6, 1e6),
+    no_repeat_ngram_size=st.integers(0, 2**40),
+    logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=20),
+    allowed_token_ids=st.none() | st.lists(ids, min_size=1),
+    bad_words=st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)),
+    bad_words_ids=st.lists(st.lists(ids, min_size=1)),
+    **{name: st.lists(ids) for name in ("suppress_tokens", "begin_suppress_tokens", "stop_token_ids")},
+    min_new_tokens=st.integers(0, 2**40),
+    include_stop_str_in_output=st.booleans(),
+    typical_p=st.floats(1e-300, 1),
+    **{name: st.floats(0, 1, exclude_max=True) for name in ("epsilon_cutoff", "eta_cutoff")},
+)
+rules = st.builds(
+    DrawRules,
+    num_prompt=ids,
+    logit_bias=st.lists(st.tuples(ids, st.floats(-100, 100))).map(tuple),
+    repetition_penalty=st.floats(1e-6, 1e6),
+    allowed_token_ids=st.none() | st.lists(ids).map(tuple),
+    bad_words=st.lists(st.lists(ids).map(tuple)).map(tuple),
+    min_tokens=ids,
+    end_token_ids=st.lists(ids).map(tuple),
+    eta_cutoff=st.floats(0, 1),
 )
 requests = st.builds(
-    Request, ids, st.lists(ids, min_size=1).map(tuple), samplings, finite, st.lists(st.integers(0, 99)).map(tuple)
+    Request,
+    ids,
+    st.lists(ids, min_size=1).map(tuple),
+    samplings,
+    finite,
+    st.lists(st.integers(0, 99)).map(tuple),
+    st.none() | rules,
 )
 progress = st.builds(
     Progress,
@@ -74,13 +105,20 @@ def test_json_of_another_form_is_refused(text):
         decode(text)
 
 
+def test_rules_of_another_form_are_refused():
+    sent = encode(Submit(Request(5, (1, 2), SamplingParams(seed=1), rules=DrawRules(num_prompt=2))))
+    assert decode(sent).request.rules == DrawRules(num_prompt=2)
+    with pytest.raises(ProtocolError, match="are not the rules of a request"):
+        decode(sent.replace(b"num_prompt", b"num_promise"))
+
+
 def test_each_kind_has_its_name_on_the_wire():
     request = Request(5, (1, 2), SamplingParams(seed=1))
     kinds = {
         "submit": Submit(request),
         "stop": Stop(15, None),
         "abort": Abort(),
-        "result": Result(5, (7,), "length", 0, {}),
+        "result": Result(5, (7,), "length", 0, {}, (TokenLogprobs(-0.5, ((3, -0.25), (4, -1.0))),)),
         "error": RequestError(5, "non_finite_logits", "no"),
         "progress": Progress.nothing(2),
     }
@@ -89,6 +127,7 @@ def test_each_kind_has_its_name_on_the_wire():
 
 def test_a_completion_comes_back_with_the_request_that_the_receiver_knows():
     request = Request(5, (1, 2), SamplingParams(seed=1))
-    completion = Completion(request, (7, 8), "length", num_preemptions=2)
+    logprobs = (TokenLogprobs(-0.5), TokenLogprobs(-1.5, ((3, -0.25),)))
+    completion = Completion(request, (7, 8), "length", num_preemptions=2, logprobs=logprobs)
     answer = decode(encode(Result.of(completion, {"ttft_s": 0.5})))
     assert isinstance(answer, Result) and answer.completion(request) == completion

@@ -15,6 +15,7 @@ from sarathi_pp.analysis.bubbles import measure_bubbles
 from sarathi_pp.analysis.timeline import Timeline
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import make_policy
@@ -66,9 +67,9 @@ class OneStage:
     steps = 0
     graphed = None
 
-    def __init__(self, clock: ManualClock, failed: bool = False) -> None:
+    def __init__(self, clock: ManualClock, failure: Failure = Failure.NONE) -> None:
         self.clock = clock
-        self.failed = failed
+        self.failure = failure
 
     def prepare(self, microbatch: MicroBatch) -> Callable[[Tensor | None], StageOutput]:
         def compute(hidden: Tensor | None) -> StageOutput:
@@ -81,7 +82,7 @@ class OneStage:
         def compute(hidden: Tensor | None) -> StageOutput:
             assert hidden is not None
             self.clock.sleep(0.5)
-            return StageOutput(tokens=(SampledToken(microbatch.chunks[0].sequence, 0, 9, failed=self.failed),))
+            return StageOutput(tokens=(SampledToken(microbatch.chunks[0].sequence, 0, 9, failure=self.failure),))
 
         return compute
 
@@ -114,7 +115,7 @@ def left(frame: MicroBatchFrame) -> HeadFrame:
 
 def drive(
     answer: Callable[[MicroBatchFrame], Frame],
-    failed: bool = False,
+    failure: Failure = Failure.NONE,
     debug_nan: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[ListSink, ListRecorder, Answering]:
@@ -123,7 +124,7 @@ def drive(
     recorder, sink = ListRecorder(), ListSink()
     channel = Answering(clock, answer)
     costs = (StageCost((0, 1), 1.0, 0.0, 0.0, 0.0, 0.0), StageCost((1, 3), 2.0, 0.0, 0.0, 0.0, 0.0, head_s=0.5))
-    stage = OneStage(clock, failed)
+    stage = OneStage(clock, failure)
     runner = StageRunner(stage, channel, recorder, clock, HostTimer(clock), debug_nan=debug_nan)
     engine = Engine(
         Limits(2, 16, 4, 64, 4, 64, 2),
@@ -177,7 +178,9 @@ def test_what_is_not_finite_begins_at_the_last_stage_where_none_before_has_notic
     bad: tuple[tuple[int, int], ...], stage: int
 ) -> None:
     sink, _, _ = drive(
-        lambda frame: HeadFrame(frame.microbatch.index, 1, times(frame), bad), failed=True, debug_nan=True
+        lambda frame: HeadFrame(frame.microbatch.index, 1, times(frame), bad),
+        failure=Failure.NOT_FINITE,
+        debug_nan=True,
     )
     assert f"stage {stage} was the first" in sink.errors[0].message
 

@@ -258,7 +258,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     66: ("settings of a model that are in another file, or not supported", (
         f"{_SETTINGS}settings_count_from_every_file_that_transformers_reads",
         f"{_SETTINGS}every_setting_that_transformers_knows_is_classified",
-        f"{_REFUSED}a_model_that_asks_for_a_penalty_runs_without_it_if_line_or_command_says_so")),
+        f"{_REFUSED}a_model_that_asks_for_beams_runs_without_them_if_line_or_command_says_so")),
     67: ("another kind of model, and files that are pointers", (
         "model/checkpoint/test_kind.py::test_a_folder_of_another_kind_is_named",
         "model/checkpoint/test_kind.py::test_a_class_of_another_kind_is_named",

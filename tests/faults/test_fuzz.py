@@ -14,6 +14,7 @@ from typing import NoReturn, get_args
 
 import pytest
 
+from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
 from sarathi_pp.errors import InputError, ProtocolError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
@@ -96,7 +97,7 @@ CHUNKS = (
 FRAMES = (
     codec.MicroBatchFrame(MicroBatch(7, CHUNKS, (4, 5), 1.5), (StageTime(7, 0.25),), ((3, 0),)),
     codec.MicroBatchFrame(MicroBatch(0, (), (2,), 0.0)),
-    StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, True, 1)), (StageTime(6, 0.5),)),
+    StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, Failure.NOT_FINITE, 1)), (StageTime(6, 0.5),)),
     codec.HeadFrame(7, 3, (StageTime(7, 0.25),), ((3, 0),)),
     codec.Heartbeat(12, True),
     codec.Fragment(True),
@@ -152,6 +153,10 @@ LINES = (
     {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions",
      "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 3, "n": 1}},
     {"custom_id": "r-2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p", "logprobs": None}},
+    {"id": "rules", "prompt": "1+1=", "logit_bias": {"5": -1.5}, "bad_words": ["1", "2 3"], "min_tokens": 2,
+     "allowed_token_ids": [4, 5, 6, 7], "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [9], "presence_penalty": 1},
+    {"prompt": "2+2=", "sequence_bias": [[[5], 1.5]], "stop_token_ids": [7], "min_length": 9, "repetition_penalty": 1.1,
+     "temperature": 1, "typical_p": 0.5, "no_repeat_ngram_size": 3, "include_stop_str_in_output": True},
     {"id": "pair", "prompt": "1\N{GRINNING FACE}", "stop": ["\N{GRINNING FACE}", "<bos>"]},
 )  # fmt: skip
 

@@ -89,16 +89,13 @@ def test_the_end_of_sequence_is_the_model_configs_where_no_other_file_is(tmp_pat
     "setting",
     [
         {"num_beams": 4},
-        {"repetition_penalty": 1.1},
-        {"no_repeat_ngram_size": 3},
-        {"typical_p": 0.5},
         {"penalty_alpha": 0.6},
-        {"bad_words_ids": [[5]]},
-        {"min_new_tokens": 3},
+        {"forced_bos_token_id": 2},
         {"forced_eos_token_id": 2},
-        {"suppress_tokens": [1]},
+        {"top_h": 0.5},
         {"num_return_sequences": 2},
-        {"sequence_bias": [[[1], 2.0]]},
+        {"sequence_bias": [[[1], 2.0], [[1, 2], 2.0]]},
+        {"sequence_bias": [[[1], 200.0]]},
     ],
 )
 def test_what_would_change_tokens_is_an_error_of_each_request_that_does_not_switch_it_off(tmp_path, setting):
@@ -110,7 +107,7 @@ def test_what_would_change_tokens_is_an_error_of_each_request_that_does_not_swit
         defaults.params({})
     assert no.value.code == "unsupported_setting"
     assert not defaults.params({}, switched_off={key}).greedy
-    off = next(iter(UNSUPPORTED[key]), None)
+    off = next(iter(UNSUPPORTED.get(key, ([],))), None)
     overridden = read_generation_config(tmp_path, {key: off})
     assert not overridden.params({}).greedy and overridden.unsupported == {}
     # The remedy in the message works.
@@ -119,10 +116,124 @@ def test_what_would_change_tokens_is_an_error_of_each_request_that_does_not_swit
 
 
 def test_what_only_sampling_uses_does_not_stop_a_greedy_request(tmp_path):
-    defaults = read(tmp_path, {"typical_p": 0.5, "epsilon_cutoff": 0.1, "eos_token_id": 2})
-    assert defaults.params({}).greedy
-    with pytest.raises(RowError, match="typical_p"):
+    defaults = read(tmp_path, {"top_h": 0.5, "typical_p": 0.5, "epsilon_cutoff": 0.1, "eos_token_id": 2})
+    assert defaults.params({}) == SamplingParams()
+    with pytest.raises(RowError, match="top_h"):
         defaults.params({"temperature": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "kept", "off"),
+    [
+        ("repetition_penalty", 1.1, "repetition_penalty", 1.1, 1.0),
+        ("no_repeat_ngram_size", 3, "no_repeat_ngram_size", 3, 0),
+        ("typical_p", 0.5, "typical_p", 0.5, 1.0),
+        ("epsilon_cutoff", 0.1, "epsilon_cutoff", 0.1, 0.0),
+        ("eta_cutoff", 0.1, "eta_cutoff", 0.1, 0.0),
+        ("bad_words_ids", [[5], [1, 2]], "bad_words_ids", ((5,), (1, 2)), []),
+        ("suppress_tokens", [1, -1, 2], "suppress_tokens", (1, 2), []),
+        ("begin_suppress_tokens", [1], "begin_suppress_tokens", (1,), []),
+        ("min_new_tokens", 3, "min_new_tokens", 3, 0),
+        ("min_length", 3, "min_length", 3, 0),
+        ("sequence_bias", [[[1], 2.0], [[7], -2.0]], "logit_bias", ((1, 2.0), (7, -2.0)), []),
+    ],
+)
+def test_a_setting_that_changes_tokens_is_honoured_and_each_place_above_can_replace_it(
+    tmp_path, key, value, field, kept, off
+):
+    defaults = read(tmp_path, {"do_sample": True, "eos_token_id": 2, key: value})
+    assert (defaults.unsupported, defaults.warnings) == ({}, ())
+    assert getattr(defaults.params({}), field) == kept
+    neutral = getattr(SamplingParams(), field)
+    assert getattr(defaults.params({field: off}), field) == neutral
+    assert getattr(defaults.with_command({field: off}).params({}), field) == neutral
+    for removed in (off, None):
+        assert getattr(read_generation_config(tmp_path, {key: removed}).params({}), field) == neutral
+    assert field in defaults.settings() and field not in read_generation_config(tmp_path, {key: off}).settings()
+
+
+def test_a_bias_of_the_line_replaces_one_that_is_not_supported(tmp_path):
+    defaults = read(tmp_path, {"sequence_bias": [[[1, 2], 2.0]], "eos_token_id": 2})
+    with pytest.raises(RowError, match="sequence_bias"):
+        defaults.params({"temperature": 1})
+    assert defaults.params({"logit_bias": ()}) == SamplingParams()
+
+
+def test_fields_of_one_purpose_are_replaced_together(tmp_path):
+    defaults = read(tmp_path, {"min_length": 9, "bad_words_ids": [[5]], "eos_token_id": 2})
+    assert defaults.params({"min_new_tokens": 0}).min_length == 0
+    assert defaults.params({"bad_words": ["a"]}).bad_words_ids == ()
+    assert defaults.with_command({"min_new_tokens": 3}).params({"min_length": 4}) == SamplingParams(
+        min_length=4, bad_words_ids=[[5]]
+    )
+    # `generate` does not look at min_length then.
+    assert read(tmp_path, {"min_length": 9, "min_new_tokens": 0}).params({}) == SamplingParams()
+
+
+# The contents of published files, at the time of writing.
+PUBLISHED = {
+    "Qwen2.5-7B-Instruct": {
+        "bos_token_id": 151643,
+        "pad_token_id": 151643,
+        "do_sample": True,
+        "eos_token_id": [151645, 151643],
+        "repetition_penalty": 1.05,
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+        "transformers_version": "4.37.0",
+    },
+    "Llama-3.1-8B-Instruct": {
+        "bos_token_id": 128000,
+        "do_sample": True,
+        "eos_token_id": [128001, 128008, 128009],
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "transformers_version": "4.42.3",
+    },
+    "gemma-3-4b-it": {
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "do_sample": True,
+        "eos_token_id": [1, 106],
+        "pad_token_id": 0,
+        "top_k": 64,
+        "top_p": 0.95,
+        "transformers_version": "4.50.0.dev0",
+    },
+    "gpt-oss-20b": {
+        "bos_token_id": 199998,
+        "do_sample": True,
+        "eos_token_id": [200002, 199999, 200012],
+        "pad_token_id": 199999,
+        "transformers_version": "4.55.0.dev0",
+    },
+    "DeepSeek-R1": {
+        "_from_model_config": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "transformers_version": "4.39.3",
+    },
+}
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_file_of_a_published_model_is_honoured(tmp_path, model):
+    published = PUBLISHED[model]
+    ours = read(tmp_path, published)
+    theirs = transformers.GenerationConfig.from_pretrained(tmp_path)
+    params = ours.params({})
+    assert (ours.unsupported, ours.warnings) == ({}, ())
+    assert ours.eos_token_ids == frozenset(end if isinstance(end := theirs.eos_token_id, list) else [end])
+    for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 50), ("repetition_penalty", 1.0)):
+        assert getattr(params, name) == published.get(name, neutral)
+        assert getattr(theirs, name) in (None, getattr(params, name))
+    for name in published.keys() & {"temperature", "top_p", "top_k", "repetition_penalty"}:
+        assert getattr(ours.params({name: 1}), name) == 1
 
 
 @pytest.mark.oldest
@@ -135,6 +246,7 @@ def test_every_setting_that_transformers_knows_is_classified():
             assert value is None or value in UNSUPPORTED[key], f"{key}: what generate does by itself is no change"
 
 
+BUILTIN = SamplingParams()
 PLACES = {
     "generation_config.json": lambda settings: (settings, None),
     "beside config.json's own": lambda settings: (settings, {"temperature": 0.1, "num_beams": 7, "max_length": 3}),
@@ -155,7 +267,7 @@ PLACES = {
     "settings",
     [
         {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "eos_token_id": [2, 5]},
-        {"max_length": 30, "repetition_penalty": 1.05, "eos_token_id": 2},
+        {"max_length": 30, "repetition_penalty": 1.05, "num_beam_groups": 2, "eos_token_id": 2},
         {"max_new_tokens": 8, "no_repeat_ngram_size": 3, "typical_p": 0.5, "num_beams": 1},
         {"do_sample": None, "temperature": None, "eos_token_id": None, "suppress_tokens": [4]},
     ],
@@ -170,6 +282,9 @@ def test_settings_count_from_every_file_that_transformers_reads(place, settings,
             tmp_path, config_file_name="config.json", _from_model_config=True
         )
     params = ours.params({}, switched_off=ours.unsupported)
+    for name in ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens"):
+        given = getattr(theirs, name, None)
+        assert getattr(params, name) == (tuple(given) if isinstance(given, list) else given or getattr(BUILTIN, name))
     end = theirs.eos_token_id
     assert ours.eos_token_ids == frozenset([] if end is None else end if isinstance(end, list) else [end])
     assert (params.temperature > 0) == (theirs.do_sample is True)
@@ -194,8 +309,8 @@ def test_a_model_loaded_by_transformers_has_the_same_settings(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
     ours = read_generation_config(tmp_path)
     assert settings.items() <= vars(theirs).items()
-    assert (ours.max_length, ours.unsupported) == (30, {"repetition_penalty": 1.1})
-    assert ours.params({}, {"repetition_penalty"}) == SamplingParams(temperature=0.6, top_k=7)
+    assert (ours.max_length, ours.unsupported) == (30, {})
+    assert ours.params({}) == SamplingParams(temperature=0.6, top_k=7, repetition_penalty=1.1)
 
 
 @pytest.mark.oldest
@@ -241,6 +356,11 @@ def test_an_override_wins_over_the_file_and_under_command_and_line(tmp_path):
 def test_what_decides_an_answer_is_in_the_settings_that_are_compared(tmp_path):
     plain = {"eos_token_id": 2}
     before = read(tmp_path, plain).settings()
+    # An output of an earlier version can be resumed, so parameters that came later are absent at their defaults.
+    known = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos", "skip_special_tokens")
+    assert before == {"eos_token_ids": [2], **{name: getattr(BUILTIN, name) for name in known}}
+    added = read(tmp_path, plain).with_command({"stop_token_ids": (7,)}).settings()
+    assert added == {**before, "stop_token_ids": (7,)}
     for change in ({"repetition_penalty": 1.1}, {"max_length": 30}, {"do_sample": True}, {"eos_token_id": 3}):
         assert read(tmp_path, {**plain, **change}).settings() != before
     assert read(tmp_path, {**plain, "repetition_penalty": 1.0}).settings() == before
@@ -278,6 +398,9 @@ def test_neutral_and_harmless_settings_pass_and_unknown_ones_are_reported(tmp_pa
         b'{"max_length": true}',
         b'{"eos_token_id": true}',
         b'{"do_sample": true, "top_p": 7}',
+        b'{"repetition_penalty": 0}',
+        b'{"suppress_tokens": ["a"]}',
+        b'{"sequence_bias": {"a": 1}}',
         b"\xff",
     ],
 )

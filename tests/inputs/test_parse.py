@@ -2,16 +2,17 @@ import io
 import json
 import time
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
+from sarathi_pp.config import SAMPLING_ALIASES, SamplingParams
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.generation_config import UNSUPPORTED
 from sarathi_pp.inputs.ids import SeenIds
+from sarathi_pp.inputs.line_keys import SAMPLING_KEYS
 from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.inputs.parse import ParsedLine, parse_line
 from tests.machine import patient
@@ -109,8 +110,16 @@ def test_text_parts_are_joined_and_other_parts_refused():
         (chat_line(n=2), "unsupported_parameter", "n = 2"),
         (chat_line(stream=True), "unsupported_parameter", "stream"),
         (chat_line(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
-        (chat_line(logit_bias={"1": 5}), "unsupported_parameter", "logit_bias"),
-        (chat_line(logprobs=0), "unsupported_parameter", "logprobs"),
+        (chat_line(logit_bias={"one": 5}), "invalid_parameter", "a key of logit_bias is 'one'"),
+        (chat_line(sequence_bias=[[[1, 2], 5.0]]), "unsupported_parameter", "sequences of one token"),
+        (chat_line(sequence_bias=[[[1], 500.0]]), "unsupported_parameter", "from -100 to 100"),
+        ({"prompt": "a", "min_tokens": 1, "min_new_tokens": 1}, "invalid_parameter", "twice"),
+        ({"prompt": "a", "logit_bias": {}, "sequence_bias": []}, "invalid_parameter", "twice"),
+        (chat_line(logprobs=21), "invalid_parameter", "logprobs is 21; it must be an integer from 0 to 20"),
+        (chat_line(top_logprobs=3), "invalid_parameter", 'top_logprobs needs "logprobs": true'),
+        (chat_line(logprobs=2, top_logprobs=3), "invalid_parameter", 'top_logprobs needs "logprobs": true'),
+        (chat_line(logprobs=True, top_logprobs=21), "invalid_parameter", "top_logprobs is 21"),
+        (chat_line(logprobs=True, top_logprobs=True), "invalid_parameter", "top_logprobs is a boolean"),
         (chat_line(prompt="x"), "unknown_parameter", "prompt"),
         (chat_line(model=4), "invalid_parameter", "model"),
         ({**chat_line(), "url": "/v1/embeddings"}, "invalid_parameter", "/v1/completions"),
@@ -150,6 +159,32 @@ def test_a_bad_line_names_what_is_wrong(record, code, word):
         ({"add_special_tokens": 1}, "add_special_tokens is 1; it must be"),
         ({"add_special_tokens": "no"}, 'add_special_tokens is "no"; it must be'),
         ({"temperature": 10**400}, "temperature is 1000"),
+        ({"min_tokens": -1}, "min_tokens is -1; it must be"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5; it must be a number from -2 to 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty is -3; it must be a number from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be a number from 0.000001 to 1000000"),
+        ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size is 1.5; it must be"),
+        ({"no_repeat_ngram_size": 65}, "no_repeat_ngram_size is 65; it must be an integer from 0 to 64"),
+        ({"logit_bias": {"7": 101}}, "logit_bias[7] is 101; it must be a number from -100 to 100"),
+        ({"logit_bias": {"-7": 1}}, "a key of logit_bias is '-7'; it must be"),
+        ({"logit_bias": [7]}, "logit_bias is 7; it must be"),
+        ({"logit_bias": {str(one): 1 for one in range(1025)}}, "the length of logit_bias is 1025; it must be at most"),
+        ({"sequence_bias": {"7": 1.0}}, 'sequence_bias is {"7": 1.0}; it must be a list of pairs'),
+        ({"allowed_token_ids": []}, "allowed_token_ids is []; it must be a list of at least one token id"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids[1] is -1; it must be a token id"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0] is True; it must be a token id"),
+        ({"stop_token_ids": 3}, "stop_token_ids is 3; it must be a list of token ids"),
+        ({"suppress_tokens": ["3"]}, "suppress_tokens[0] is '3'; it must be a token id"),
+        ({"bad_words": "damn"}, "bad_words is 'damn'; it must be a list of non-empty strings"),
+        ({"bad_words": [" "]}, "bad_words[0] is ' '; it must be a string that is not only white space"),
+        ({"bad_words": ["a"] * 1025}, "the length of bad_words is 1025; it must be at most 1024"),
+        ({"bad_words": ["a", "b" * 1001]}, "the length of bad_words[1] is 1001; it must be at most 1000 characters"),
+        ({"bad_words_ids": [3]}, "bad_words_ids[0] is 3; it must be a list of token ids"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids[0] is []; it must be a list of at least one token id"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1; it must be true or false"),
+        ({"typical_p": 0}, "typical_p is 0; it must be a number in (0, 1]"),
+        ({"epsilon_cutoff": 1}, "epsilon_cutoff is 1; it must be a number in [0, 1)"),
+        ({"eta_cutoff": -0.5}, "eta_cutoff is -0.5; it must be a number in [0, 1)"),
     ],
 )
 def test_a_wrong_value_is_named_by_the_key_that_the_line_has(setting, says):
@@ -160,13 +195,68 @@ def test_a_wrong_value_is_named_by_the_key_that_the_line_has(setting, says):
         assert not any(character.isdigit() for character in quoted)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "field", "kept"),
+    [
+        ("min_tokens", 3.0, "min_new_tokens", 3),
+        ("min_new_tokens", 3, "min_new_tokens", 3),
+        ("min_length", 3, "min_length", 3),
+        ("stop_strings", "END", "stop", ("END",)),
+        ("stop_token_ids", [5, 3], "stop_token_ids", (5, 3)),
+        ("include_stop_str_in_output", True, "include_stop_str_in_output", True),
+        ("presence_penalty", -2, "presence_penalty", -2),
+        ("frequency_penalty", 1.5, "frequency_penalty", 1.5),
+        ("repetition_penalty", 1.05, "repetition_penalty", 1.05),
+        ("no_repeat_ngram_size", 3.0, "no_repeat_ngram_size", 3),
+        ("logit_bias", {"10": -100, "9": 1.5}, "logit_bias", ((9, 1.5), (10, -100.0))),
+        ("sequence_bias", [[[10], -2.0], [[9], 1]], "logit_bias", ((9, 1.0), (10, -2.0))),
+        ("allowed_token_ids", [5], "allowed_token_ids", (5,)),
+        ("bad_words", ["a", "b c"], "bad_words", ("a", "b c")),
+        ("bad_words_ids", [[1], [2, 3]], "bad_words_ids", ((1,), (2, 3))),
+        ("suppress_tokens", [1], "suppress_tokens", (1,)),
+        ("begin_suppress_tokens", [1], "begin_suppress_tokens", (1,)),
+        ("typical_p", 0.5, "typical_p", 0.5),
+        ("epsilon_cutoff", 0.1, "epsilon_cutoff", 0.1),
+        ("eta_cutoff", 0.1, "eta_cutoff", 0.1),
+    ],
+)
+def test_the_names_of_vllm_openai_and_transformers_set_a_parameter(key, value, field, kept):
+    for record in ({"prompt": "a", key: value}, chat_line(**{key: value})):
+        parsed = parse(record)
+        assert list(parsed.overrides) == [field]
+        assert SamplingParams(**parsed.overrides) == SamplingParams(**{field: kept})
+    assert parse({"prompt": "a", key: None}).overrides == {}, "null is not given"
+
+
+NUMBERS = st.integers(-3, 2000) | st.sampled_from([0.5, 1e300, 10**400, -0.0, 2.0**64]) | st.booleans()
+SCALARS = NUMBERS | st.none() | st.text("5 a-", max_size=3)
+ITEMS = SCALARS | st.lists(SCALARS, max_size=2) | st.lists(st.lists(NUMBERS, max_size=2) | NUMBERS, max_size=2)
+VALUES = ITEMS | st.lists(ITEMS, max_size=3) | st.dictionaries(st.text("5a-", max_size=2), SCALARS, max_size=3)
+
+
+@given(st.sampled_from(sorted(SAMPLING_KEYS)), VALUES)
+def test_any_value_of_a_sampling_key_is_legal_or_an_error_of_the_line(key, value):
+    parsed = read({"prompt": "a", key: value})
+    if parsed.error is not None:
+        assert parsed.error.code in ("invalid_parameter", "unsupported_parameter")
+        return
+    params = SamplingParams(**parsed.overrides)
+    assert SamplingParams(**json.loads(json.dumps(asdict(params)))) == params
+    assert len({params, SamplingParams(**parsed.overrides)}) == 1
+
+
+def test_every_sampling_parameter_has_a_key_of_its_name():
+    assert set(SAMPLING_KEYS.values()) == {one.name for one in fields(SamplingParams)}
+    assert all(SAMPLING_KEYS[name] == name for name in SAMPLING_KEYS.values())
+    assert SAMPLING_ALIASES.items() <= SAMPLING_KEYS.items()
+
+
 def test_values_as_tables_and_other_engines_write_them():
     overrides = parse({"prompt": "a", "max_tokens": 16.0, "seed": 1.0, "top_k": 5.0}).overrides
     assert overrides == {"max_new_tokens": 16, "seed": 1, "top_k": 5}
     assert all(type(value) is int for value in overrides.values())
     assert SamplingParams(**parse({"prompt": "a", "top_k": -1}).overrides) == SamplingParams(top_k=0)
     assert parse({"prompt": "a", "skip_special_tokens": False}).overrides == {"skip_special_tokens": False}
-    assert parse({"prompt": "a", "presence_penalty": 0.0, "repetition_penalty": 1.0}).overrides == {}
 
 
 def test_a_line_says_whether_its_prompt_gets_special_tokens():
@@ -188,9 +278,8 @@ def test_a_line_switches_off_what_the_model_asks_for():
             assert parse({"prompt": "a", setting: value}).switched_off >= {setting}
             assert parse(chat_line(**{setting: value})).switched_off >= {setting}
         assert refused({"prompt": "a", setting: 77.5}).code == "unsupported_parameter"
-    assert parse({"prompt": "a", "min_tokens": 0}).switched_off == {"min_new_tokens", "min_length"}
     assert parse({"prompt": "a", "n": 1}).switched_off == {"num_return_sequences"}
-    assert parse({"prompt": "a", "repetition_penalty": None}).switched_off == set(), "null is not given"
+    assert parse({"prompt": "a", "num_beams": None}).switched_off == set(), "null is not given"
     assert refused({"prompt": "a", "num_beams": True}).code == "unsupported_parameter"
 
 
@@ -377,3 +466,21 @@ def test_a_long_line_without_an_end_is_read_once():
         began_s = time.monotonic()
         assert refused(('{"prompt": "' + tail).encode()).code == "invalid_json"
         assert time.monotonic() - began_s < patient(3 * 3.0)
+
+
+@pytest.mark.parametrize(
+    "keys, wanted",
+    [
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"top_logprobs": 5, "logprobs": True}, 5),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": 4}, 4),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": None}, None),
+    ],
+)
+def test_log_probabilities_as_chats_and_completions_want_them(keys, wanted):
+    parsed = parse(chat_line(**keys))
+    assert parsed.error is None and SamplingParams(**parsed.overrides).logprobs == wanted

@@ -348,6 +348,51 @@ def test_finish_leaves_out_the_end_token_and_the_stop_string():
     assert finish(tokenizer(eos_token_ids=last[-1:]), [*plain_ids("ab"), last[-1]], "stop", ()) == "ab"
 
 
+def test_a_stop_token_is_left_out_or_kept():
+    ids = plain_ids("hello END")
+    last = {"stop_token_ids": ids[-1:]}
+    without = BYTES.decode(ids[:-1])
+    assert finish(tokenizer(), ids, "stop", **last) == without != "hello END"
+    assert finish(tokenizer(), ids, "length", **last) == "hello END", "the token did not end the output"
+    assert finish(tokenizer(), ids, "stop", **last, include_stop_str_in_output=True) == "hello END"
+    # A special token is shown only with the others of its kind.
+    special = [*plain_ids("ab"), 2]
+    shown = {"skip_special_tokens": False, "stop_token_ids": [2]}
+    assert finish(tokenizer(), special, "stop", **shown) == "ab"
+    assert finish(tokenizer(), special, "stop", **shown, include_stop_str_in_output=True) == "ab<|end|>"
+    assert finish(tokenizer(), special, "stop", stop_token_ids=[2], include_stop_str_in_output=True) == "ab"
+
+
+def test_the_end_token_is_kept_if_asked_for_and_special_tokens_are_shown():
+    ids, keep = [*plain_ids("ab"), 1], {"include_stop_str_in_output": True}
+    assert finish(tokenizer(), ids, "stop", **keep) == "ab"
+    assert finish(tokenizer(), ids, "stop", **keep, skip_special_tokens=False) == "ab</s>"
+    last = plain_ids("END")
+    plain_end = tokenizer(eos_token_ids=last[-1:])
+    assert finish(plain_end, last, "stop", **keep) == "END" != finish(plain_end, last, "stop")
+
+
+def test_a_stop_string_is_kept_if_asked_for():
+    keep = {"include_stop_str_in_output": True}
+    assert finish(tokenizer(), plain_ids("hello END and STOP"), "stop", ("STOP", "END"), **keep) == "hello END"
+    assert finish(tokenizer(), plain_ids("hello END"), "stop", ("END", "EN"), **keep) == "hello EN"
+    assert finish(tokenizer(), [*plain_ids("ab"), 2], "stop", ("<|end|>",), **keep) == "ab<|end|>"
+    assert finish(tokenizer(), plain_ids("hello"), "length", ("STOP",), **keep) == "hello"
+
+
+def test_no_stop_string_ends_an_output_before_its_least_tokens():
+    ids = [*plain_ids("ab"), 2, *plain_ids("ab"), 2]
+    early = len(plain_ids("ab")) + 1
+    checker = tokenizer().stop_checker(request(["<|end|>"], min_new_tokens=early))
+    assert [checker.push(token_id) for token_id in ids].index(True) == len(ids) - 1
+    assert finish(tokenizer(), ids, "stop", ("<|end|>",), min_new_tokens=early) == "abab"
+    assert finish(tokenizer(), ids[:early], "length", ("<|end|>", "ab"), min_new_tokens=early) == "ab"
+    # A stop string may begin in the early tokens.
+    ids = plain_ids("END")
+    checker = tokenizer().stop_checker(request(["END"], min_new_tokens=1))
+    assert [checker.push(token_id) for token_id in ids] == [False, True]
+
+
 def test_special_tokens_are_shown_if_asked_for():
     ids = [*plain_ids("ab"), 2, *plain_ids("c"), 1]
     assert finish(tokenizer(), ids, "stop") == "abc"
@@ -389,27 +434,37 @@ def byte_pieces(text: str) -> list[str]:
     return list(pre.pre_tokenize_str(text)[0][0])
 
 
+def first_end(text: str, stop: list[str], early: str) -> tuple[int, int] | None:
+    """Find the first place in a text at which a stop string begins, and its end, which is after the text `early`."""
+    ends = range(len(early.rstrip("\ufffd")) + 1, len(text) + 1)
+    found = [(end - len(one), end) for one in stop for end in ends if text[:end].endswith(one)]
+    return min(found, default=None)
+
+
 def first_stop(
-    backend: PreTrainedTokenizerFast, prompt: tuple[int, ...], ids: list[int], stop: list[str]
+    backend: PreTrainedTokenizerFast, prompt: tuple[int, ...], ids: list[int], stop: list[str], least: int = 0
 ) -> int | None:
-    """Find the stop by its definition: the fewest tokens whose text holds a stop string."""
-    for count in range(1, len(ids) + 1):
-        if any(string in continued(backend, prompt, ids[:count]) for string in stop):
+    """Find the stop by its definition: the fewest tokens whose text holds a stop string that ends after the early."""
+    early = continued(backend, prompt, ids[:least]) if least else ""
+    for count in range(least + 1, len(ids) + 1):
+        if first_end(continued(backend, prompt, ids[:count]), stop, early) is not None:
             return count
     return None
 
 
 def assert_stops_where_defined(
-    backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str], prompt: tuple[int, ...] = (0,)
+    backend: PreTrainedTokenizerFast, ids: list[int], stop: list[str], prompt: tuple[int, ...] = (0,), least: int = 0
 ) -> None:
     text = tokenizer(backend)
-    checker = text.stop_checker(request(stop, prompt))
+    checker = text.stop_checker(request(stop, prompt, min_new_tokens=least))
     stopped = next((i for i, token_id in enumerate(ids, start=1) if checker.push(token_id)), None)
-    assert stopped == first_stop(backend, prompt, ids, stop)
+    assert stopped == first_stop(backend, prompt, ids, stop, least)
     if stopped is not None:
         full = continued(backend, prompt, ids[:stopped])
-        expected = min((full.split(string)[0] for string in stop if string in full), key=len)
-        assert finish(text, ids[:stopped], "stop", stop, prompt) == expected
+        start, end = first_end(full, stop, continued(backend, prompt, ids[:least]) if least else "")
+        given = (text, ids[:stopped], "stop", stop, prompt)
+        assert finish(*given, min_new_tokens=least) == full[:start]
+        assert finish(*given, min_new_tokens=least, include_stop_str_in_output=True) == full[:end]
 
 
 WORDS = st.lists(
@@ -423,9 +478,14 @@ WORDS = st.lists(
         WORDS.map(plain_ids), WORDS.map(lambda t: [BYTES.convert_tokens_to_ids(p) for p in byte_pieces(t)] if t else [])
     ),
     st.lists(st.sampled_from(["END", "D.", "\u8a9eE", "\n\n", "\u00fc", " hello END"]), min_size=1, max_size=2),
+    st.integers(0, 20),
 )
-def test_incremental_stops_are_those_of_the_full_decode(ids, stop):
+@example(ids=plain_ids("END" * 9), stop=["END"], least=5)
+@example(ids=plain_ids("hello " * 40 + "END"), stop=["END"], least=78)
+@example(ids=plain_ids("END" + "hello " * 20 + "END"), stop=["END"], least=4)
+def test_incremental_stops_are_those_of_the_full_decode(ids, stop, least):
     assert_stops_where_defined(BYTES, ids, stop)
+    assert_stops_where_defined(BYTES, ids, stop, least=least)
 
 
 @settings(max_examples=120)
@@ -519,6 +579,14 @@ def test_the_cost_of_a_token_does_not_grow_with_the_output(backend, ids, most):
     for token_id in ids:
         assert not checker.push(token_id)
     assert counting.longest < most
+    assert counting.decoded < 400 * len(ids)
+
+
+def test_a_stop_string_in_the_early_tokens_does_not_make_later_ones_costly():
+    counting, early = Counting(BYTES), plain_ids("STOP! " * 20)
+    ids = [*early, *plain_ids("hello world " * 500)]
+    checker = tokenizer(counting).stop_checker(request(["STOP!"], prompt=ids[:1], min_new_tokens=len(early)))
+    assert not any(checker.push(token_id) for token_id in ids)
     assert counting.decoded < 400 * len(ids)
 
 

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
+from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
+from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult, TokenLogprobs
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.wire import codec
 from tests.thinning import examples
@@ -22,10 +23,14 @@ chunks = st.builds(
     ids,
     st.none() | rows,
     st.booleans(),
+    st.just(b"") | st.binary(min_size=1, max_size=40),
 )
 microbatches = st.builds(
     MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals, st.booleans()
 )
+tops = st.lists(st.tuples(int64, reals), max_size=3).map(tuple)
+logprobs = st.none() | st.builds(TokenLogprobs, reals, tops)
+drawn = st.builds(SampledToken, int64, int64, int64, st.sampled_from(Failure), int64, logprobs)
 times = st.lists(st.builds(StageTime, st.integers(0, 2**53), reals), max_size=8).map(tuple)
 bad = st.lists(st.tuples(int64, int64), max_size=3).map(tuple)
 frames = st.one_of(
@@ -33,7 +38,7 @@ frames = st.one_of(
     st.builds(
         StepResult,
         st.integers(0, 2**62),
-        st.lists(st.builds(SampledToken, int64, int64, int64, st.booleans(), int64), max_size=5).map(tuple),
+        st.lists(drawn, max_size=5).map(tuple),
         times,
         st.booleans(),
     ),
@@ -124,8 +129,10 @@ def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages
     count = data.draw(st.integers(1, min(max_tokens, max_seqs)))
     lengths = [max_tokens // count] * count
     row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)
+    rules = b"x" * (MOST_MICROBATCH_BYTES // count)
     parts = tuple(
-        Chunk(i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row) for i, n in enumerate(lengths)
+        Chunk(i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row, rules=rules)
+        for i, n in enumerate(lengths)
     )
     microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
     head = codec.encode(codec.MicroBatchFrame(microbatch, (StageTime(0, 0.0),) * stages), 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sarathi_pp.bench.gpu.plan import DECODE_SHARE, PIGGYBACK_FACTOR, PREFILL_SHARE, Bench, Figures
 from sarathi_pp.bench.gpu.stage import Extents, GpuStage
 from sarathi_pp.core.plan import SamplingRow
-from sarathi_pp.model.sampling import sample
+from sarathi_pp.drawing.sampling import sample
 
 # The smallest time that a clock can show, so that no cost is 0.
 _LEAST_S = 1e-9

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sarathi_pp_kernels.triton.sampling import drawn_tokens, reference_drawn_tokens
 
-from sarathi_pp.model.sampling import sample
+from sarathi_pp.drawing.sampling import sample
 from tests.thinning import examples
 
 

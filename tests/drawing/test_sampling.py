@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sarathi_pp.core.plan import SamplingRow
-from sarathi_pp.model import sampling
+from sarathi_pp.drawing import sampling
+from sarathi_pp.drawing.sampling import sample, uniform
 from sarathi_pp.model.fuse.packed_linear import has_gemm
-from sarathi_pp.model.sampling import sample, uniform
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.triton_available import has_kernels
 
@@ -126,7 +127,16 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def _draw(logits: Tensor, row: Row) -> int:
+def draw_within(logits: Tensor, row: Row, rules: DrawRules) -> int:
+    """Draw a token as `sample` does, after three more filters, with the formulas of transformers.
+
+    They are typical_p, epsilon_cutoff and eta_cutoff, in this order. Typical-p may drop the likeliest token. The other
+    two keep the likeliest one that is left.
+    """
+    return _draw(logits, row, rules)
+
+
+def _draw(logits: Tensor, row: Row, rules: DrawRules | None = None) -> int:
     """Draw a token: the first, by id, at which the cumulative probability exceeds the row's random number.
 
     All numbers are float64. Temperature, top-k, top-p and min-p are applied in this order, as in transformers. Each
@@ -144,12 +154,45 @@ def _draw(logits: Tensor, row: Row) -> int:
     lightest = row.min_p if row.top_p == 1 else max(row.min_p, _lightest_of_top_p(weights, row.top_p))
     if lightest > 0:
         weights.masked_fill_(weights < lightest, 0)
+    if rules is not None:
+        _narrow(weights, rules)
     cumulative = weights.cumsum(0)
     total = float(cumulative[-1])
     # Stay below the total even if the product rounds up to it: the last token with weight is a legal draw.
     target = min(uniform(row.seed, row.position) * total, math.nextafter(total, 0))
     index = int(torch.searchsorted(cumulative, target, right=True))
     return index if kept is None else int(kept[index])
+
+
+def _narrow(weights: Tensor, rules: DrawRules) -> None:
+    """Set the weights of the tokens that the rules drop to 0.
+
+    Args:
+        weights: (n,) float64, weight of each token, not normalised.
+    """
+    if rules.typical_p < 1:
+        shares = weights / weights.sum()
+        distance = (-shares.log() - _entropy(shares)).abs()
+        nearest = distance.sort()
+        below = int((shares[nearest.indices].cumsum(0) < rules.typical_p).sum())
+        weights.masked_fill_(distance > nearest.values[min(below, len(distance) - 1)], 0)
+    if rules.epsilon_cutoff > 0:
+        _drop(weights, weights / weights.sum() < rules.epsilon_cutoff)
+    if rules.eta_cutoff > 0:
+        shares = weights / weights.sum()
+        least = min(rules.eta_cutoff, math.sqrt(rules.eta_cutoff) * math.exp(-_entropy(shares)))
+        _drop(weights, shares < least)
+
+
+def _entropy(shares: Tensor) -> float:
+    """Return -sum(p ln p) of the probabilities above 0."""
+    held = shares[shares > 0]
+    return float(-(held * held.log()).sum())
+
+
+def _drop(weights: Tensor, dropped: Tensor) -> None:
+    """Set dropped weights to 0, except the largest one."""
+    weights.masked_fill_(dropped & (weights < weights.max()), 0)
 
 
 def _lightest_of_top_p(weights: Tensor, top_p: float) -> float:

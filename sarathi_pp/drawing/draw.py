@@ -1,0 +1,75 @@
+"""The drawing of tokens from logits, by the sampling parameters and the rules of each row's request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sarathi_pp.core.draw_rules import Failure
+from sarathi_pp.core.plan import SamplingRow, TokenLogprobs
+from sarathi_pp.drawing.edits import edited_scores, has_a_token
+from sarathi_pp.drawing.history import Edit
+from sarathi_pp.drawing.logprobs import token_logprobs
+from sarathi_pp.drawing.sampling import draw_within, sample
+
+# Rules by place in the rows that are drawn. Rows without rules have none.
+Edits = Mapping[int, Edit]
+
+_HOTTEST = 1e30
+
+
+class Drawn(NamedTuple):
+    """The token of one row, or the reason why there is none. Then the id has no meaning."""
+
+    token_id: int
+    failure: Failure = Failure.NONE
+    logprobs: TokenLogprobs | None = None
+
+
+def draw(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Drawn]:
+    """Draw one token per row of the (n, vocab) logits.
+
+    Rows without rules get the tokens that they would get alone.
+    """
+    if not edits:
+        return [_drawn(token, is_bad) for token, is_bad in zip(*sample(logits, rows), strict=True)]
+    changed = [index for index, edit in edits.items() if edit.rules.edits]
+    plain = sorted(set(range(len(rows))) - set(changed))
+    drawn = [Drawn(0)] * len(rows)
+    if plain:
+        token_ids, are_bad = sample(logits[plain], [rows[index] for index in plain])
+        for index, token, is_bad in zip(plain, token_ids, are_bad, strict=True):
+            drawn[index] = _drawn(token, is_bad)
+    if changed:
+        # At a higher temperature, a banned token would have a probability again. Others have equal ones long before.
+        cooled = [rows[index]._replace(temperature=min(rows[index].temperature, _HOTTEST)) for index in changed]
+        found = _draw_changed(logits[changed], cooled, [edits[index] for index in changed])
+        for index, one in zip(changed, found, strict=True):
+            drawn[index] = one
+    for index, edit in edits.items():
+        num_top = edit.rules.logprobs
+        if num_top is not None and not drawn[index].failure:
+            found_logprobs = token_logprobs(logits[index], drawn[index].token_id, num_top)
+            drawn[index] = drawn[index]._replace(logprobs=found_logprobs)
+    return drawn
+
+
+def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Sequence[Edit]) -> list[Drawn]:
+    """Draw the tokens of rows whose rules change their scores."""
+    scores = edited_scores(logits, edits)
+    drawn = []
+    for place, (token, is_bad, has_one) in enumerate(zip(*sample(scores, rows), has_a_token(scores), strict=True)):
+        rules = edits[place].rules
+        if not is_bad and not has_one:
+            drawn.append(Drawn(0, Failure.NO_TOKEN))
+        elif not is_bad and rules.narrows and rows[place].temperature:
+            drawn.append(Drawn(draw_within(scores[place], rows[place], rules)))
+        else:
+            drawn.append(_drawn(token, is_bad))
+    return drawn
+
+
+def _drawn(token_id: int, is_bad: bool) -> Drawn:
+    return Drawn(token_id, Failure.NOT_FINITE if is_bad else Failure.NONE)

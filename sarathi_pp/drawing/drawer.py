@@ -1,0 +1,46 @@
+"""The sequences whose requests have drawing rules, on a stage that draws tokens.
+
+A microbatch brings the tokens of all its chunks to every stage, also the token that was drawn last. So the stage that
+draws knows every sequence completely before its layers run:
+
+    microbatch -> prepare: histories -> Edits     logits -> draw: changed scores -> token ids
+
+Two stages may draw: the last one, and the first one for microbatches whose LM head it computes. Each keeps histories of
+its own. They are equal, because each sees every microbatch.
+"""
+
+from __future__ import annotations
+
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.core.plan import MicroBatch
+from sarathi_pp.drawing.draw import Edits
+from sarathi_pp.drawing.history import Edit, History
+
+
+class Drawer:
+    """The histories of the sequences that have rules. A run without rules has none."""
+
+    def __init__(self) -> None:
+        self._histories: dict[int, History] = {}
+
+    def prepare(self, microbatch: MicroBatch) -> Edits:
+        """Take in the tokens of a microbatch. Return the changes for the tokens that are drawn after it.
+
+        Raises:
+            ProtocolError: the rules that came with a chunk are not legal.
+        """
+        histories = self._histories
+        if histories:
+            for sequence in microbatch.freed:
+                histories.pop(sequence, None)
+        edits: dict[int, Edit] = {}
+        num_drawn = 0
+        for chunk in microbatch.chunks:
+            if chunk.rules:
+                histories[chunk.sequence] = History(DrawRules.from_bytes(chunk.rules))
+            if histories and (history := histories.get(chunk.sequence)) is not None:
+                history.extend(chunk.start, chunk.token_ids)
+                if chunk.sampling is not None:
+                    edits[num_drawn] = history.edit()
+            num_drawn += chunk.sampling is not None
+        return edits

@@ -1,0 +1,98 @@
+"""The tokens of one sequence so far, as its drawing rules need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sarathi_pp.core.draw_rules import DrawRules
+
+_LEAST_ROOM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The changes of one row of scores before a token is drawn. Tokens are ids, each at most once in a field.
+
+    Attributes:
+        rules: the rules of the sequence.
+        seen: tokens that the penalties concern.
+        counts: for each of them, how often it is in the output.
+        banned: tokens that must not be drawn.
+    """
+
+    rules: DrawRules
+    seen: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    banned: NDArray[np.int64]
+
+
+class History:
+    """The tokens of one sequence. Taking a token takes constant time, whatever the length."""
+
+    def __init__(self, rules: DrawRules) -> None:
+        self._rules = rules
+        self._tokens: list[int] = []
+        self._places: dict[int, int] = {}  # of each token in the next two arrays
+        self._seen = np.empty(_LEAST_ROOM, np.int64)
+        self._counts = np.empty(_LEAST_ROOM, np.int64)
+        self._followers: dict[tuple[int, ...], set[int]] = {}  # last tokens of the n-grams so far, by the others
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # bad words of several tokens, by their last token but one
+        for word in rules.bad_words:
+            if len(word) > 1:
+                self._words.setdefault(word[-2], []).append(word)
+        single = (word[0] for word in rules.bad_words if len(word) == 1)
+        self._always_banned = frozenset((*rules.banned_token_ids, *single))
+
+    def extend(self, start: int, token_ids: Sequence[int]) -> None:
+        """Take the tokens [start, start + n) of the sequence. Those that it has already are skipped."""
+        assert start <= len(self._tokens), f"tokens {len(self._tokens)} to {start} did not come"
+        for token in token_ids[len(self._tokens) - start :]:
+            self._add(token)
+
+    def edit(self) -> Edit:
+        """Return the changes of the scores for the next token."""
+        used = len(self._places)
+        banned = self._always_banned | self._banned_now()
+        return Edit(
+            self._rules, self._seen[:used].copy(), self._counts[:used].copy(), np.array(sorted(banned), np.int64)
+        )
+
+    def _add(self, token: int) -> None:
+        rules, is_output = self._rules, len(self._tokens) >= self._rules.num_prompt
+        self._tokens.append(token)
+        if rules.repetition_penalty != 1 or (is_output and (rules.frequency_penalty or rules.presence_penalty)):
+            self._count(token, is_output)
+        size = rules.no_repeat_ngram_size
+        if 0 < size <= len(self._tokens):
+            *others, last = self._tokens[-size:]
+            self._followers.setdefault(tuple(others), set()).add(last)
+
+    def _count(self, token: int, is_output: bool) -> None:
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = len(self._places)
+            if place == len(self._seen):
+                self._seen, self._counts = np.resize(self._seen, 2 * place), np.resize(self._counts, 2 * place)
+            self._seen[place], self._counts[place] = token, 0
+        self._counts[place] += is_output
+
+    def _banned_now(self) -> set[int]:
+        """Return the tokens that are banned at this position only."""
+        rules, tokens = self._rules, self._tokens
+        found: set[int] = set()
+        size = rules.no_repeat_ngram_size
+        if size and len(tokens) >= size - 1:
+            found |= self._followers.get(tuple(tokens[len(tokens) - size + 1 :]), set())
+        for *others, last in self._words.get(tokens[-1], ()):
+            if tokens[-len(others) :] == others:
+                found.add(last)
+        num_output = len(tokens) - rules.num_prompt
+        if num_output < rules.min_tokens:
+            found.update(rules.end_token_ids)
+        if num_output == 0:
+            found.update(rules.banned_at_start)
+        return found

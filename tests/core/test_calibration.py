@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import Load
+from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.calibration import Calibration, Timetable, make_timetable
 from sarathi_pp.core.policy.view import Limits
@@ -154,7 +155,10 @@ def test_a_sequence_that_fails_does_not_hold_the_others_up() -> None:
             inflight.append(microbatch)
             continue
         result = pipeline.run(inflight.pop(0))
-        tokens = tuple(token._replace(failed=token.sequence in (1, 4)) for token in result.tokens)
+        tokens = tuple(
+            token._replace(failure=Failure.NOT_FINITE if token.sequence in (1, 4) else Failure.NONE)
+            for token in result.tokens
+        )
         done += coordinator.complete(replace(result, tokens=tokens))
     assert {completion.request.index for completion in done} == set(range(len(requests)))
     assert [c.request.index for c in done if c.finish_reason == "error"] == [1, 4]

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.plan import StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -85,7 +86,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         tokens = list(result.tokens)
         if tokens:
             place = data.draw(st.integers(0, len(tokens) - 1))
-            tokens[place] = tokens[place]._replace(failed=True, first_bad=1)
+            tokens[place] = tokens[place]._replace(failure=Failure.NOT_FINITE, first_bad=1)
         for completion in (done := self.coordinator.complete(StepResult(result.index, tuple(tokens)))):
             if completion.finish_reason == "error":
                 assert completion.first_bad == 1

@@ -42,9 +42,11 @@ def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: i
     """Compute the (T, vocab) logits of one sequence in chunks, through two stages."""
     facts, models = stage_models(directory, 2, dtype)
     kvs = [KVShard(model.layers, 16, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU) for model in models]
+    is_long = facts.longrope_after is not None and sum(CHUNKS) > facts.longrope_after
     rows, start = [], 0
     for num_tokens in CHUNKS:
-        inputs = build_inputs([Span(start, num_tokens, range(16))], range(num_tokens), page_size, CPU)
+        span = Span(start, num_tokens, range(16), long_factors=is_long)
+        inputs = build_inputs([span], range(num_tokens), page_size, CPU)
         x = token_ids[start : start + num_tokens]
         for model, kv in zip(models, kvs, strict=True):
             x = model.forward(x, inputs, kv)

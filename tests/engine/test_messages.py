@@ -30,7 +30,7 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
     **{name: st.floats(-2, 2) for name in ("presence_penalty", "frequency_penalty")},
     repetition_penalty=st.floats(1e-6, 1e6),
-    no_repeat_ngram_size=st.integers(0, 2**40),
+    no_repeat_ngram_size=st.integers(0, 64),
     logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=20),
     allowed_token_ids=st.none() | st.lists(ids, min_size=1),
     bad_words=st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)),
@@ -40,7 +40,9 @@ samplings = st.builds(
     include_stop_str_in_output=st.booleans(),
     typical_p=st.floats(1e-300, 1),
     **{name: st.floats(0, 1, exclude_max=True) for name in ("epsilon_cutoff", "eta_cutoff")},
+    logprobs=st.none() | st.integers(0, 20),
 )
+logprobs = st.builds(TokenLogprobs, finite, st.lists(st.tuples(ids, finite)).map(tuple))
 rules = st.builds(
     DrawRules,
     num_prompt=ids,
@@ -51,6 +53,7 @@ rules = st.builds(
     min_tokens=ids,
     end_token_ids=st.lists(ids).map(tuple),
     eta_cutoff=st.floats(0, 1),
+    logprobs=st.none() | ids,
 )
 requests = st.builds(
     Request,
@@ -80,6 +83,7 @@ messages = st.one_of(
         st.sampled_from(["stop", "length"]),
         ids,
         st.dictionaries(st.text(), finite | st.none()),
+        st.none() | st.lists(logprobs).map(tuple),
     ),
     st.builds(RequestError, ids, st.text(), st.text()),
     progress,

@@ -41,7 +41,10 @@ def with_template(folder: Path, template: str) -> Path:
 
 
 def test_a_long_prompt_takes_no_more_than_its_line(tmp_path):
-    """Encoded it would take 370 bytes per character. Only its line is in memory: as bytes, as text and as a value."""
+    """Encoded it would take 370 bytes per character. Only its line is in memory: as bytes, as text and as a value.
+
+    The messages are also sent to the rendering process and back. With that, up to 11 bytes per character were seen.
+    """
     files = Files(tmp_path)
     model = with_template(tmp_path, "{{ messages[0].content }}")
     sizes = (2_000, 20_000_000)
@@ -55,7 +58,7 @@ def test_a_long_prompt_takes_no_more_than_its_line(tmp_path):
         assert found["long"]["error"]["code"] == "context_length_exceeded"
         assert found["said"]["error"]["code"] in ("context_length_exceeded", "chat_template_error")
         assert found["fine"]["token_ids"]
-    assert max(peaks) - peaks[0] < 8 * sizes[-1], peaks
+    assert max(peaks) - peaks[0] < 20 * sizes[-1], peaks
 
 
 RENDERS = """

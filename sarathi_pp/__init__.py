@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sarathi_pp.config import RunConfig, SamplingParams
+from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import RowError, SarathiError
+from sarathi_pp.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sarathi_pp.api import LLM, CompletionOutput, RequestOutput

@@ -28,12 +28,12 @@ from typing import Any
 import click
 from record import Record
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.sim.experiment import Experiment, run, simulate
 from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
 from sarathi_pp.sim.presets import preset

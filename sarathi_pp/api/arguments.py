@@ -15,23 +15,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 
-from sarathi_pp.config import (
-    ALIASES,
-    ATTENTIONS,
-    DEVICES,
-    DTYPES,
-    HEADS,
-    TRANSPORTS,
-    UNSUPPORTED_SAMPLING,
-    RunConfig,
-    SamplingParams,
-    changes_nothing,
-    did_you_mean,
-    names_of,
-    option_of,
-)
+from sarathi_pp.config import ALIASES, ATTENTIONS, DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, names_of, option_of
 from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.errors import ConfigError, OptionError, SarathiError
+from sarathi_pp.given_values import did_you_mean
+from sarathi_pp.sampling_params import UNSUPPORTED_SAMPLING, SamplingParams, changes_nothing
 
 _TEXT_ONLY = "models read text only"
 _WEIGHTS = "config.json names the form of quantised weights. They are dequantised when they are loaded. Leave it out"

@@ -23,7 +23,7 @@ from sarathi_pp.api.call import Answers
 from sarathi_pp.api.outputs import RequestOutput
 from sarathi_pp.api.prompts import Messages, Prompt, chat_lines, params_of_each, prompt_lines
 from sarathi_pp.api.terminal import Terminal
-from sarathi_pp.config import SamplingParams, stages_among
+from sarathi_pp.config import stages_among
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import module_being_imported, parse_policy
 from sarathi_pp.distributed.control_plane import ControlPlane
@@ -45,6 +45,7 @@ from sarathi_pp.run.auto_options import tuned
 from sarathi_pp.run.preflight import Preflight
 from sarathi_pp.run.rank import Driver, Rank, set_up
 from sarathi_pp.run.setup import Member, agree_on_start
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 

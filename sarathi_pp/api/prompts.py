@@ -6,9 +6,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypedDict, cast
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):

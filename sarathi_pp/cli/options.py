@@ -18,7 +18,6 @@ from sarathi_pp.config import (
     HEADS,
     TRANSPORTS,
     RunConfig,
-    SamplingParams,
     option_of,
     options_of,
     stages_among,
@@ -26,6 +25,7 @@ from sarathi_pp.config import (
 from sarathi_pp.core.policy import POLICIES, with_tbt_slo
 from sarathi_pp.errors import ConfigError, OptionError
 from sarathi_pp.inputs.input_format import INPUT_FORMATS
+from sarathi_pp.sampling_params import SamplingParams
 
 _PATH = click.Path(path_type=Path)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import TokenLogprobs
+from sarathi_pp.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
 # Most prompt tokens in a replica's queue of waiting requests. They take 128 MiB, and are more than a KV cache holds.

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
+from sarathi_pp.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from sarathi_pp.config import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 from sarathi_pp.errors import ConfigError, InputError, RowError
+from sarathi_pp.sampling_params import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 
 _SAMPLED_KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Settings that count with and without sampling, each with the field of SamplingParams that it sets.

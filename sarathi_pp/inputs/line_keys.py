@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sarathi_pp.config import UNSUPPORTED_SAMPLING
 from sarathi_pp.inputs.generation_config import UNSUPPORTED
 from sarathi_pp.inputs.row import Form
+from sarathi_pp.sampling_params import UNSUPPORTED_SAMPLING
 
 URL_FORMS: dict[str, Form] = {
     "/v1/chat/completions": "openai-chat",

@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from sarathi_pp.config import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.generation_config import single_token_biases
 from sarathi_pp.inputs.json_line import (
@@ -55,6 +54,7 @@ from sarathi_pp.inputs.line_keys import (
 from sarathi_pp.inputs.lines import MAX_LINE_BYTES
 from sarathi_pp.inputs.row import Form
 from sarathi_pp.inputs.spelling import nearest_key
+from sarathi_pp.sampling_params import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 
 # A name that a log may hold. A longer or unusual key may be text of a prompt.
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.errors import RowError
+from sarathi_pp.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

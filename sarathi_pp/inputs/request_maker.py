@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.draw_rules import MOST_BYTES, DrawRules
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import RowError
@@ -19,6 +18,7 @@ from sarathi_pp.inputs.ids import id_key
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
 
 # Fields of SamplingParams with ids of tokens that are never drawn. A model's file may name ids without a token.

@@ -8,7 +8,6 @@ One sync serves a group of output lines.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import stat
@@ -22,7 +21,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.journal import Journal, LateJournal, Start
-from sarathi_pp.outputs.logprobs import openai_logprobs, own_logprobs
+from sarathi_pp.outputs.output_line import OutputLines
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import Clock
 
@@ -117,10 +116,8 @@ class FileSink:
 
     def __init__(self, journal: Journal | LateJournal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
         self._journal = journal
-        self._tokenizer = tokenizer
         self._clock = clock
-        self._model = model
-        self._created = int(clock.wall())
+        self._lines = OutputLines(tokenizer, model, created=int(clock.wall()))
         self._queue: queue.Queue[FinishedRow | None] = queue.Queue(_QUEUE_ROWS)
         self._failure: BaseException | None = None
         self._raised = False
@@ -223,82 +220,10 @@ class FileSink:
         self._unsynced = [0, 0]
 
     def _line(self, finished: FinishedRow) -> bytes:
-        row, completion = finished.row, finished.completion
-        record: dict[str, object]
-        if completion is None:
+        if finished.completion is None:
             assert finished.error is not None, "a row ends with a completion or an error"
-            record = _error_record(row, finished.error)
-        else:
-            text = self._tokenizer.finish(completion)
-            if row.form == "own":
-                record = _own_record(row, completion, text, finished.metrics or {})
-            else:
-                shown = openai_logprobs(completion, self._tokenizer, is_chat=row.form == "openai-chat")
-                record = _openai_record(row, completion, text, shown, self._model, self._created)
-        if row.extra:
-            record["extra"] = json.loads(row.extra)
-        return encode_line(record)
-
-
-def encode_line(record: Mapping[str, object]) -> bytes:
-    """Return one JSON line in UTF-8. If an id holds half a surrogate pair, which UTF-8 cannot encode, escape it."""
-    try:
-        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
-
-
-def _error_record(row: Row, error: RowError) -> dict[str, object]:
-    reason: dict[str, object] = {"code": error.code, "message": error.message}
-    if row.nameless:  # its id is its line number, which may be the own id of another line
-        reason["line"] = row.line
-    if row.form == "own":
-        return {"id": row.id, "error": reason}
-    return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": None, "error": reason}
-
-
-def _own_record(row: Row, completion: Completion, text: str | None, metrics: Mapping[str, object]) -> dict[str, object]:
-    logprobs = {} if completion.logprobs is None else {"logprobs": own_logprobs(completion)}
-    return {
-        "id": row.id,
-        "text": text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": len(completion.request.prompt_token_ids),
-        "num_output_tokens": len(completion.token_ids),
-        **logprobs,
-        "metrics": metrics,
-    }
-
-
-def _openai_record(
-    row: Row, completion: Completion, text: str | None, logprobs: object, model: str, created: int
-) -> dict[str, object]:
-    """Return an output line in OpenAI's form.
-
-    Args:
-        logprobs: see `openai_logprobs`.
-        created: unix time at which the run started.
-    """
-    num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
-    chat = row.form == "openai-chat"
-    answer = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    body = {
-        "id": f"chatcmpl-{row.line}" if chat else f"cmpl-{row.line}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [
-            {"index": 0, **answer, "logprobs": logprobs, "finish_reason": completion.finish_reason},
-        ],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        },
-    }
-    response = {"status_code": 200, "request_id": f"req_{row.line}", "body": body}
-    return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": response, "error": None}
+            return self._lines.of_error(finished.row, finished.error)
+        return self._lines.of_answer(finished.row, finished.completion, finished.metrics or {})
 
 
 def _stat(path: str | int) -> os.stat_result | None:

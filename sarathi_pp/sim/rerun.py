@@ -21,13 +21,13 @@ from typing import NamedTuple, Self
 
 from sarathi_pp.analysis.causes import host_seconds
 from sarathi_pp.analysis.timeline import Timeline
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import Limits, PolicySpec, parse_recorded
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.sim.pipeline import Link, Links, VirtualPipeline
 from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.trace.events import Event, Issued, RequestFinished

@@ -23,9 +23,9 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sampling_params import SamplingParams
 
 _VOCABULARY = 32_000
 # Parameters that are numbers of tokens, and the most that they may be. It is more than any pipeline takes, and small

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sarathi_pp.config import SamplingParams
+from sarathi_pp.sampling_params import SamplingParams
 
 # The beginning of a context is searched in this number of last tokens of the prompt.
 _LONGEST_CONTEXT = 64

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.chat_template import Renderer
 from sarathi_pp.text.output_text import OutputText, StopChecker, cut_at_stop, decodes_locally, find_context
 from sarathi_pp.text.token_bytes import is_byte_level, token_bytes

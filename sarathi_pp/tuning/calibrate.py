@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sarathi_pp.config import ResolvedRun, RunConfig, SamplingParams
+from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import MOST_TOKENS, saturation
 from sarathi_pp.core.policy.calibration import make_timetable
@@ -34,6 +34,7 @@ from sarathi_pp.run.display import Display
 from sarathi_pp.run.ending import Ending, exit_code, handle_signals
 from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import Preflight, open_model
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.capacity import limits_of
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from sarathi_pp.config import MOST_LOGPROBS
 from sarathi_pp.core.draw_rules import MOST_BYTES, MOST_MICROBATCH_BYTES, Failure
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult, TokenLogprobs
 from sarathi_pp.errors import ProtocolError
+from sarathi_pp.sampling_params import MOST_LOGPROBS
 
 MAGIC = b"SPPW"
 VERSION = 11

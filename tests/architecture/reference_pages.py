@@ -20,9 +20,10 @@ import click
 
 from sarathi_pp import errors
 from sarathi_pp.cli.main import cli
-from sarathi_pp.config import RunConfig, SamplingParams, names_of, option_of
+from sarathi_pp.config import RunConfig, names_of, option_of
 from sarathi_pp.model.checkpoint.wrapper import TEXT_PARTS, WRAPPERS
 from sarathi_pp.model.families import FAMILIES, LEFT_OUT
+from sarathi_pp.sampling_params import SamplingParams
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 NOTE = "<!-- Written by `python -m tests.architecture.reference_pages`. Do not edit. -->"

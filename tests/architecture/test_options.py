@@ -15,8 +15,9 @@ from click.testing import CliRunner
 
 from sarathi_pp.cli.main import cli
 from sarathi_pp.cli.options import SAMPLING, run_config
-from sarathi_pp.config import ALIASES, SAMPLING_ALIASES, RunConfig, SamplingParams, option_of, options_of
+from sarathi_pp.config import ALIASES, RunConfig, option_of, options_of
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sampling_params import SAMPLING_ALIASES, SamplingParams
 
 COMMANDS = ("generate", "profile", "plan", "bench", "simulate", "doctor", "check", "report", "compare")
 NEEDED = {

@@ -7,12 +7,12 @@ import pytest
 
 from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.cli.main import main
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, InputError, RowError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.journal import Journal
 from sarathi_pp.outputs.sink import FileSink
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from sarathi_pp.analysis.replicas import Replica, summarise_replicas
 from sarathi_pp.analysis.summary import read_timeline
-from sarathi_pp.config import RunConfig, SamplingParams
+from sarathi_pp.config import RunConfig
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import find_environment
@@ -29,6 +29,7 @@ from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.run.preflight import Preflight
 from sarathi_pp.run.rank import set_up
 from sarathi_pp.run.setup import Member, agree_on_start
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.trace.clock import SystemClock
 from tests.engine.pipeline import ListSink, ListSource
 

@@ -6,12 +6,12 @@ This proves the scheduling half of exactness without a model.
 
 from collections import deque
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.sampling_params import SamplingParams
 
 EOS = 7
 

@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import StandInPipeline, drive
 
 

@@ -9,7 +9,6 @@ from statistics import correlation
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.draw_rules import Failure
@@ -17,6 +16,7 @@ from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.calibration import Calibration, Timetable, make_timetable
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import StandInPipeline, drive
 from tests.thinning import examples
 

@@ -10,8 +10,9 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import pytest
 
-from sarathi_pp.config import RunConfig, SamplingParams, size_in_bytes
+from sarathi_pp.config import RunConfig, size_in_bytes
 from sarathi_pp.errors import ConfigError, OptionError, RowError
+from sarathi_pp.sampling_params import SamplingParams
 
 
 class Torch:

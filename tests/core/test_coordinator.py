@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, DrawRules, Failure
@@ -15,6 +14,7 @@ from sarathi_pp.core.plan import SampledToken, StepResult, TokenLogprobs
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import EOS, StandInPipeline, check_answer, drive, run_golden
 from tests.thinning import examples
 

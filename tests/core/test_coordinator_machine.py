@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.plan import StepResult
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import EOS, StandInPipeline, check_answer, check_sums
 from tests.thinning import examples
 

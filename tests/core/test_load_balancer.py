@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.load_balancer import LoadBalancer
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 
 
 def request(index: int, num_tokens: int = 10) -> Request:

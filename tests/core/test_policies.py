@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import StandInPipeline, run_golden
 from tests.thinning import examples
 

@@ -2,7 +2,6 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.policy import POLICIES, Policy, PolicySpec, make_policy, parse_policy, parse_recorded, with_tbt_slo
 from sarathi_pp.core.policy.balanced import Balanced
@@ -12,6 +11,7 @@ from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import drive
 
 

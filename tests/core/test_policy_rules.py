@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.plan import MicroBatch, StepResult
 from sarathi_pp.core.policy import Grant, Limits, Policy, make_policy
 from sarathi_pp.core.request import Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import StandInPipeline
 from tests.thinning import examples
 

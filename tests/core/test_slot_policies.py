@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.policy import make_policy
@@ -19,6 +18,7 @@ from sarathi_pp.core.policy.view import Grant, Limits, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
+from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import EOS, StandInPipeline, check_answer, drive, run_golden
 from tests.thinning import examples
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.core.request import Request
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.stage import StageOutput
 
 VOCAB = 97

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.partition import partition
@@ -28,6 +27,7 @@ from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import LMHead
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.trace.clock import Clock, SystemClock

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.channel import QueueChannel
 from tests.engine.pipeline import ListRecorder, ListSink

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.dispatcher import Dispatcher
 from sarathi_pp.engine.progress import Progress, ReplicaProgress
@@ -19,6 +18,7 @@ from sarathi_pp.errors import OutputError, PeerLostError, RowError, StoppedError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
 from sarathi_pp.process.signals import NEVER_ASKED, Asked
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
 from sarathi_pp.wire.channel import QueueChannel

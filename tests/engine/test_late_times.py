@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
@@ -19,6 +18,7 @@ from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Grant, Limits, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import PeerLostError
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.stages.stage import StageOutput
 from sarathi_pp.trace.clock import Clock, ManualClock

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError
+from sarathi_pp.sampling_params import SamplingParams
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 ids = st.integers(0, 2**31 - 1)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sarathi_pp.analysis.bubbles import measure_bubbles
 from sarathi_pp.analysis.timeline import Timeline
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.head_placement import HeadPlacement
@@ -24,6 +23,7 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.stages.stage import StageOutput
 from sarathi_pp.trace.clock import ManualClock

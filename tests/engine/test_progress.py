@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.plan import SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -14,6 +13,7 @@ from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.trace.clock import ManualClock
 from sarathi_pp.wire.channel import QueueChannel
 from tests.engine.pipeline import ListRecorder, ListSink, ListSource

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.row_ledger import RowLedger
 from sarathi_pp.errors import PeerLostError, RowError
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.sampling_params import SamplingParams
 
 MOST, MOST_TOKENS = 3, 40
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from sarathi_pp.analysis.summary import summarise
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.plan import SampledToken
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.stages.stage import StageOutput
 from sarathi_pp.trace.events import TraceEnd, TraceStart

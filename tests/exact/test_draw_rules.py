@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.sampling_params import SamplingParams
 from tests.engine.pipeline import run_pipeline
 from tests.exact.references import Reference, Tokens
 from tests.model.families import VOCAB_SIZE

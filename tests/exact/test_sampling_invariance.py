@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from sarathi_pp.config import SamplingParams
+from sarathi_pp.sampling_params import SamplingParams
 from tests.engine.pipeline import run_pipeline
 from tests.exact.references import Reference, Tokens
 

@@ -23,7 +23,7 @@ from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.inputs.parse import parse_line
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker
-from sarathi_pp.outputs.sink import encode_line
+from sarathi_pp.outputs.output_line import encode_line
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.wire import codec
 from tests import thinning

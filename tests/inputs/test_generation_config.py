@@ -5,7 +5,6 @@ import pytest
 import torch
 import transformers
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.errors import ConfigError, InputError, RowError
 from sarathi_pp.inputs.generation_config import (
     _HARMLESS,
@@ -14,6 +13,7 @@ from sarathi_pp.inputs.generation_config import (
     GenerationDefaults,
     read_generation_config,
 )
+from sarathi_pp.sampling_params import SamplingParams
 from tests.model.families import write_checkpoint
 
 

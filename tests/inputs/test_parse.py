@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.config import SAMPLING_ALIASES, SamplingParams
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.generation_config import UNSUPPORTED
 from sarathi_pp.inputs.ids import SeenIds
 from sarathi_pp.inputs.line_keys import SAMPLING_KEYS
 from sarathi_pp.inputs.lines import read_lines
 from sarathi_pp.inputs.parse import ParsedLine, parse_line
+from sarathi_pp.sampling_params import SAMPLING_ALIASES, SamplingParams
 from tests.machine import patient
 
 

@@ -14,7 +14,6 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import InputError, MissingError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
@@ -23,6 +22,7 @@ from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker, row_seed
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import FileSource, MemorySource, Source
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 from tests.machine import patient

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sarathi_pp.errors import ConfigError, InputError, OutputError
 from sarathi_pp.inputs.done import Done
 from sarathi_pp.outputs.journal import Journal, LateJournal
-from sarathi_pp.outputs.sink import encode_line
+from sarathi_pp.outputs.output_line import encode_line
 from tests.machine import patient
 from tests.thinning import examples
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.outputs.logprobs import openai_logprobs, own_logprobs
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import tokenizer
 

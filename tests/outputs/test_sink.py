@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.inputs.row import Form, Row
 from sarathi_pp.outputs.journal import Journal, Start, read_done
-from sarathi_pp.outputs.sink import FileSink, OutputClosedError, check_output, encode_line
+from sarathi_pp.outputs.output_line import encode_line
+from sarathi_pp.outputs.sink import FileSink, OutputClosedError, check_output
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 from tests.machine import patient

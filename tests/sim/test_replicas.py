@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sarathi_pp.analysis.timeline import Timeline
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.load_balancer import most_held
 from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.sim.arrivals import Inbox
 from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate, simulate_replicas
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline

@@ -7,7 +7,6 @@ import pytest
 
 from sarathi_pp.analysis.bubbles import measure_bubbles
 from sarathi_pp.analysis.causes import explain
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink, Profile
 from sarathi_pp.core.cost.repartition import repartition
@@ -16,6 +15,7 @@ from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.sim.experiment import Experiment, report_of, run, simulate
 from sarathi_pp.sim.pipeline import Link, VirtualPipeline, links_of
 from sarathi_pp.sim.presets import preset

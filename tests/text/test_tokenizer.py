@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import InputError, RowError
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.chat_template import Renderer
 from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer, _paragraph_ends
 from tests.text.tokenizer_kinds import continued

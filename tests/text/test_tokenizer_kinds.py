@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from sarathi_pp.config import SamplingParams
 from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.output_text import decodes_locally
 from sarathi_pp.text.tokenizer import Tokenizer
 from tests import thinning

@@ -1,12 +1,13 @@
-"""Measure the gain of an option for running stages: real runs with both of its values, in turn.
+"""Measure the gain or the cost of an option of `generate`: real runs with both of its values, in turn.
 
     python examples/benchmarks/make_254m.py /tmp/m254
     python examples/benchmarks/measure_option.py --model /tmp/m254 --option head \
         --output docs/benchmarks/results/head.json
 
 `head`: the first stage computes the LM head of some microbatches, or the last stage computes all of them. `transport`:
-stages send through shared memory, or by gloo. There are two stages with one compute thread each. Both values of the
-option take turns in every round, with each policy.
+stages send through shared memory, or by gloo. `penalties`, `logprobs`: all requests have penalties, or want log
+probabilities, or none do. There are two stages with one compute thread each. Both values of the option take turns in
+every round, with each policy.
 
 For each work and policy the document has medians and extremes of both values. It has the ratio of their tokens per
 second in the same round, the first value over the second. It also has the share of requests that got the same tokens
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import click
 from record import Record, spread
@@ -42,19 +43,27 @@ SEQS = 32
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The two values of an option of `generate`, the default first."""
+    """An option that is compared: the arguments of `generate` for its two values, by the name of each value."""
 
     name: str
-    values: tuple[str, ...]
+    arguments: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def choice(cls, name: str, values: Sequence[str]) -> Self:
+        return cls(name, {value: (f"--{name}", value) for value in values})
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return tuple(self.arguments)
 
     def label(self, policy: str, value: str) -> str:
         return f"{policy}, {self.name} {value}"
 
     def entrants(self, policies: Sequence[str]) -> list[OurRun]:
         return [
-            OurRun(self.label(policy, value), ("--stages", "2", "--policy", policy, f"--{self.name}", value))
+            OurRun(self.label(policy, value), ("--stages", "2", "--policy", policy, *arguments))
             for policy in policies
-            for value in self.values
+            for value, arguments in self.arguments.items()
         ]
 
     def compare(self, policies: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
@@ -73,7 +82,16 @@ class Option:
         return {**found, "same tokens": sum(same) / len(same), "stolen": spread([run.stolen for run in runs])}
 
 
-OPTIONS = {option.name: option for option in (Option("head", HEADS), Option("transport", TRANSPORTS))}
+PENALTIES = ("--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "0.2")
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option.choice("head", HEADS),
+        Option.choice("transport", TRANSPORTS),
+        Option("penalties", {"all": PENALTIES, "none": ()}),
+        Option("logprobs", {"all": ("--logprobs", "5"), "none": ()}),
+    )
+}
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""Penalties, bans and log probabilities through the command line, over stages and replicas."""
+"""Penalties, bans and log probabilities through the command line: stages, shards, replicas, and a resumed run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ NEW_TOKENS = 12
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.parametrize("shape", [("--stages", "2"), ("--stages", "2", "--replicas", "2")], ids=["stages", "replicas"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("--stages", "2"),
+        ("--stages", "2", "--replicas", "2"),
+        ("--stages", "2", "--tensor-parallel-size", "2"),
+    ],
+    ids=["stages", "replicas", "shards"],
+)
 def test_rows_with_rules_get_the_tokens_of_transformers(shape, reference, tmp_path):
     known, files = reference("llama"), Files(tmp_path)
     rows, expected = [], []
@@ -25,6 +33,10 @@ def test_rows_with_rules_get_the_tokens_of_transformers(shape, reference, tmp_pa
     files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--chunk-size", "16", "--quiet", *shape)
     run((*COMMAND, *files.options(known.directory, *options)), tmp_path)
+    if "--tensor-parallel-size" in shape:
+        whole = files.output.read_bytes().splitlines(keepends=True)
+        files.output.write_bytes(b"".join(whole[:3]) + whole[3][:20])
+        run((*COMMAND, *files.options(known.directory, *options, "--resume")), tmp_path)
     for found, theirs, row in zip(files.rows(), expected, rows, strict=True):
         assert found["token_ids"] == theirs, row
         assert [one["id"] for one in found["logprobs"]] == theirs

@@ -39,13 +39,13 @@ def draw(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Draw
     plain = sorted(set(range(len(rows))) - set(changed))
     drawn = [Drawn(0)] * len(rows)
     if plain:
-        token_ids, are_bad = sample(logits[plain], [rows[index] for index in plain])
+        token_ids, are_bad = sample(_rows(logits, plain), [rows[index] for index in plain])
         for index, token, is_bad in zip(plain, token_ids, are_bad, strict=True):
             drawn[index] = _drawn(token, is_bad)
     if changed:
         # At a higher temperature, a banned token would have a probability again. Others have equal ones long before.
         cooled = [rows[index]._replace(temperature=min(rows[index].temperature, _HOTTEST)) for index in changed]
-        found = _draw_changed(logits[changed], cooled, [edits[index] for index in changed])
+        found = _draw_changed(logits, cooled, {index: edits[index] for index in changed})
         for index, one in zip(changed, found, strict=True):
             drawn[index] = one
     for index, edit in edits.items():
@@ -56,12 +56,21 @@ def draw(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Draw
     return drawn
 
 
-def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Sequence[Edit]) -> list[Drawn]:
-    """Draw the tokens of rows whose rules change their scores."""
+def _rows(logits: Tensor, indexes: list[int]) -> Tensor:
+    return logits if len(indexes) == len(logits) else logits[indexes]
+
+
+def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Drawn]:
+    """Draw the tokens of rows whose rules change their scores.
+
+    Args:
+        rows: sampling parameters of the rows that `edits` names, in its order.
+    """
     scores = edited_scores(logits, edits)
     drawn = []
-    for place, (token, is_bad, has_one) in enumerate(zip(*sample(scores, rows), has_a_token(scores), strict=True)):
-        rules = edits[place].rules
+    found = zip(edits.values(), *sample(scores, rows), has_a_token(scores), strict=True)
+    for place, (edit, token, is_bad, has_one) in enumerate(found):
+        rules = edit.rules
         if not is_bad and not has_one:
             drawn.append(Drawn(0, Failure.NO_TOKEN))
         elif not is_bad and rules.narrows and rows[place].temperature:

@@ -82,7 +82,7 @@ def test_scores_follow_the_documented_order(cases, data):
         edits.append(history.edit())
         expected.append(expected_scores(logits[row].tolist(), ids, rules))
     before = logits.clone()
-    found = edited_scores(logits, edits).double()
+    found = edited_scores(logits, dict(enumerate(edits))).double()
     assert torch.equal(logits, before)
     found[found == BANNED] = -math.inf
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-5)
@@ -118,7 +118,7 @@ def test_scores_are_those_of_transformers_to_the_last_bit(rules, ids, seed):
     theirs = processors(rules)(torch.tensor([ids]), logits.clone())
     history = History(rules)
     history.extend(0, ids)
-    ours = edited_scores(logits, [history.edit()])
+    ours = edited_scores(logits, {0: history.edit()})
     theirs[theirs == -math.inf] = BANNED
     assert torch.equal(ours, theirs)
 

@@ -10,6 +10,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.outputs.answer_message import read_answer
 from sarathi_pp.process.call_thread import Call
 from sarathi_pp.text.tokenizer import Tokenizer
 
@@ -41,8 +42,9 @@ class Answers:
         self._first_line = rows[0].line if rows else 0
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        text = self._tokenizer.finish(completion)
-        output = CompletionOutput(text, completion.token_ids, completion.finish_reason, completion.logprobs)
+        text, message = self._tokenizer.finish(completion), read_answer(row, completion, self._tokenizer)
+        parts = () if message is None else (message.content, message.reasoning, message.tool_calls)
+        output = CompletionOutput(text, completion.token_ids, completion.finish_reason, completion.logprobs, *parts)
         self._put(row, (output,), None, metrics)
 
     def fail(self, row: Row, error: RowError) -> None:

@@ -31,6 +31,7 @@ from sarathi_pp.distributed.environment import RankEnvironment, find_environment
 from sarathi_pp.distributed.launcher import Workers
 from sarathi_pp.distributed.start_watch import watching_start
 from sarathi_pp.errors import ConfigError, InputError, RowError, SarathiError
+from sarathi_pp.inputs.chat.messages import read_messages
 from sarathi_pp.inputs.generation_config import GenerationDefaults, read_generation_config
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.request_maker import RequestMaker
@@ -192,13 +193,31 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the answers to conversations. The model's chat template turns them into prompts. See `generate`.
 
         Args:
             messages: one conversation or a list of them. A conversation is a list of {"role": ..., "content": ...}.
+            add_generation_prompt: end the prompt with the opening of the model's answer.
+            continue_final_message: let the model continue the last message. Set add_generation_prompt to False then.
+            tools: functions that the model may call, in OpenAI's form.
+            chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}.
+
+        Raises:
+            RowError: an argument of the chat template is not legal.
         """
-        return self._all(chat_lines(messages), sampling_params, use_tqdm)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        return self._all(chat_lines(messages, options), sampling_params, use_tqdm)
 
     def stream(
         self,
@@ -402,12 +421,15 @@ class LLM:
         """Return the row of a prompt. Its number counts from the start of this LLM."""
         index = self._next_index
         self._next_index += 1
-        numbered = replace(line, line=index + 1, id=index, overrides=asdict(params) if params else {})
+        overrides = asdict(params) if params else {}
         if params is not None:
             maker = replace(maker, defaults=GenerationDefaults(eos_token_ids=maker.defaults.eos_token_ids))
         now_s = self._clock.now()
         try:
-            return Row(index + 1, index, "own", request=maker.make(numbered, index, now_s), arrival_s=now_s)
+            messages = None if line.messages is None else read_messages(line.messages)
+            numbered = replace(line, line=index + 1, id=index, overrides=overrides, messages=messages)
+            request, tools = maker.make(numbered, index, now_s), maker.offered_tools(numbered)
+            return Row(index + 1, index, "own", request=request, arrival_s=now_s, tools=tools)
         except RowError as error:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.errors import RowError
+from sarathi_pp.outputs.answer_message import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,17 @@ class CompletionOutput:
         finish_reason: `stop`, or `length` at the limit.
         logprobs: log probability of each token, and the likeliest tokens with theirs. None unless the sampling
             parameters ask for them.
+        content, reasoning, tool_calls: parts of the text of an answer to `chat`, if the tokenizer has a response
+            template. Otherwise None and no calls.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypedDict, cast
 
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.inputs.chat.options import read_chat_options
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.sampling_params import SamplingParams
 
@@ -48,11 +49,19 @@ def prompt_lines(prompts: Prompt | Sequence[Prompt]) -> list[ParsedLine]:
     return [_prompt_line(prompt) for prompt in prompts]
 
 
-def chat_lines(messages: Messages | Sequence[Messages]) -> list[ParsedLine]:
-    """Return one parsed line per conversation."""
+def chat_lines(messages: Messages | Sequence[Messages], options: Mapping[str, object]) -> list[ParsedLine]:
+    """Return one parsed line per conversation. The messages are not checked.
+
+    Args:
+        options: settings of the chat template for all conversations, by the keys of an input line.
+
+    Raises:
+        RowError: a setting is not legal, or not supported.
+    """
+    chat = read_chat_options(options)
     if messages and isinstance(messages[0], dict):
-        return [ParsedLine(0, None, "own", messages=cast(Messages, messages))]
-    return [ParsedLine(0, None, "own", messages=chat) for chat in cast(Sequence[Messages], messages)]
+        return [ParsedLine(0, None, "own", messages=cast(Messages, messages), chat=chat)]
+    return [ParsedLine(0, None, "own", messages=one, chat=chat) for one in cast(Sequence[Messages], messages)]
 
 
 def params_of_each(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sarathi_pp.inputs.chat.options import CHAT_KEYS
 from sarathi_pp.inputs.generation_config import UNSUPPORTED
 from sarathi_pp.inputs.row import Form
 from sarathi_pp.sampling_params import UNSUPPORTED_SAMPLING
@@ -49,8 +50,8 @@ SAMPLING_KEYS = {
 }
 # Fields that are whole numbers. A program that exports tables may write 16 as 16.0, so this is accepted.
 WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size")
-# Keys that change how the prompt is tokenised.
-READING_KEYS = ("add_special_tokens",)
+# Keys that change how the prompt is rendered and tokenised.
+READING_KEYS = ("add_special_tokens", *CHAT_KEYS)
 # Keys with another name than the settings of generation_config.json that they switch off.
 SETTINGS = {
     "n": ("num_return_sequences",),
@@ -66,9 +67,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "stream_options": (),
     "echo": (False,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
@@ -78,7 +76,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "max_length": (),
     "max_output_tokens": (),
     "n_predict": (),
@@ -86,9 +83,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "stop_sequences": ([],),
     "guided_grammar": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 OWN_KEYS = ("id", "custom_id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS)
 BATCH_KEYS = ("custom_id", "method", "url", "body")

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from sarathi_pp.errors import RowError
+from sarathi_pp.inputs.chat.messages import read_messages
+from sarathi_pp.inputs.chat.options import read_chat_options, refuse_chat_options
 from sarathi_pp.inputs.generation_config import single_token_biases
 from sarathi_pp.inputs.json_line import (
     DEEPEST_ID,
@@ -55,6 +57,7 @@ from sarathi_pp.inputs.lines import MAX_LINE_BYTES
 from sarathi_pp.inputs.row import Form
 from sarathi_pp.inputs.spelling import nearest_key
 from sarathi_pp.sampling_params import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
+from sarathi_pp.text.chat_options import ChatOptions
 
 # A name that a log may hold. A longer or unusual key may be text of a prompt.
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
@@ -80,6 +83,7 @@ class ParsedLine:
         summary: the error without the line's values, for a log; None if there is none.
         nameless: True if the line's own id could not be read. Then `id` is the line's number, which may also be the
             id of another line.
+        chat: settings with which the chat template renders messages; None for its defaults, or without messages.
     """
 
     line: int
@@ -95,6 +99,7 @@ class ParsedLine:
     error: RowError | None = None
     summary: str | None = None
     nameless: bool = False
+    chat: ChatOptions | None = None
 
 
 def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
@@ -343,8 +348,8 @@ class _LineReader:
                 f"add_special_tokens is true, and {key} has its own special tokens; remove add_special_tokens",
             )
         if key == "messages":
-            messages = self._messages(value)
-            return self._parsed(overrides, messages=messages)
+            return self._parsed(overrides, messages=read_messages(value), chat=read_chat_options(record))
+        refuse_chat_options(record)
         if key == "prompt_token_ids" or (self._form == "openai-completion" and isinstance(value, list)):
             ids = self._token_ids(key, value)
             return self._parsed(overrides, prompt_token_ids=ids)
@@ -360,10 +365,12 @@ class _LineReader:
         prompt_token_ids: tuple[int, ...] | None = None,
         messages: list[dict[str, object]] | None = None,
         add_special_tokens: bool = True,
+        chat: ChatOptions | None = None,
     ) -> ParsedLine:
         name, extra = (self._line, self._id, self._form), self._extra
         off = frozenset(self._switched_off)
-        return ParsedLine(*name, prompt, prompt_token_ids, messages, overrides, extra, add_special_tokens, off)
+        prompts = (prompt, prompt_token_ids, messages)
+        return ParsedLine(*name, *prompts, overrides, extra, add_special_tokens, off, chat=chat)
 
     def _token_ids(self, key: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, list):
@@ -376,31 +383,6 @@ class _LineReader:
             if type(token_id) is not int:
                 self.fail("invalid_parameter", f"{key}[{position}] is {kind_of(token_id)}; it must be an integer")
         return tuple(value)
-
-    def _messages(self, value: object) -> list[dict[str, object]]:
-        if not isinstance(value, list) or not value:
-            self.fail("invalid_parameter", "messages must be a list of at least one message")
-        for position, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                self.fail("invalid_parameter", f"messages[{position}] must be an object with a role")
-        return [self._message(f"messages[{position}]", message) for position, message in enumerate(value)]
-
-    def _message(self, where: str, message: dict[str, object]) -> dict[str, object]:
-        """Return the message with its text parts joined by line ends, because most chat templates expect one string."""
-        content = message.get("content")
-        if content is None or isinstance(content, str):
-            return message
-        if not isinstance(content, list):
-            self.fail("invalid_parameter", f"{where}.content is {kind_of(content)}; it must be a string")
-        texts: list[str] = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-                self.fail("unsupported_parameter", f"{where}.content holds {kind}; only text parts are supported")
-            if not isinstance(part.get("text"), str):
-                self.fail("invalid_parameter", f"{where}.content has a text part without a string in text; add it")
-            texts.append(part["text"])
-        return {**message, "content": "\n".join(texts)}
 
 
 def _name(record: Mapping[str, object]) -> tuple[object, Form]:

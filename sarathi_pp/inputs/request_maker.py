@@ -6,6 +6,7 @@ no tokenizer for them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -19,6 +20,7 @@ from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
 from sarathi_pp.sampling_params import SamplingParams
+from sarathi_pp.text.chat_options import ChatOptions
 from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
 
 # Fields of SamplingParams with ids of tokens that are never drawn. A model's file may name ids without a token.
@@ -70,6 +72,12 @@ class RequestMaker:
         if parsed.prompt_token_ids is None:
             self.unknown.count(prompt.token_ids)
         return Request(index, prompt.token_ids, sampling, arrival_s, prompt.paragraph_ends, rules)
+
+    def offered_tools(self, parsed: ParsedLine) -> bytes | None:
+        """Return the functions that a conversation offers, as a JSON list. See Row."""
+        if parsed.messages is None or not self.tokenizer.reads_responses:
+            return None
+        return json.dumps(list(parsed.chat.tools) if parsed.chat else []).encode()
 
     def _rules(self, sampling: SamplingParams, overrides: Collection[str], num_prompt: int) -> DrawRules | None:
         """Return the rules for drawing the request's tokens; None if there are none.
@@ -167,7 +175,8 @@ class RequestMaker:
             return EncodedPrompt(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
         most = self.limits.max_model_len
         if parsed.messages is not None:
-            return self.tokenizer.encode_chat(parsed.messages, paragraphs=self.paragraphs, most_tokens=most)
+            options = parsed.chat or ChatOptions()
+            return self.tokenizer.encode_chat(parsed.messages, options, paragraphs=self.paragraphs, most_tokens=most)
         assert parsed.prompt is not None, "a parsed line has a prompt"
         return self.tokenizer.encode_prompt(
             parsed.prompt,

@@ -21,6 +21,8 @@ class Row:
         line: number of the line, from 1.
         id, form, nameless, extra: see ParsedLine.
         arrival_s: time of arrival on the coordinator's clock, in seconds.
+        tools: functions that a conversation offers to the model, as a JSON list. The response template then reads the
+            output. None if it does not, because there are no messages or the tokenizer has none.
     """
 
     line: int
@@ -31,6 +33,7 @@ class Row:
     arrival_s: float = 0.0
     nameless: bool = False
     extra: bytes = b""
+    tools: bytes | None = None
 
     def __post_init__(self) -> None:
         assert (self.request is None) != (self.error is None), "a row is a request or an error"

@@ -187,15 +187,16 @@ class FileSource:
 
         The index of its request is the line's number minus 1. So it does not change if earlier lines are left out.
         """
-        line, request, error = parsed.line, None, parsed.error
+        line, request, error, tools = parsed.line, None, parsed.error, None
         if error is None:
             try:
                 request = self._maker.make(parsed, line - 1, arrival_s)
+                tools = self._maker.offered_tools(parsed)
             except RowError as problem:
                 error = problem
         if error is not None:
             error = RowError(error.code, f"line {line}: {shorten(error.message)}")
-        return Row(line, parsed.id, parsed.form, request, error, arrival_s, parsed.nameless, parsed.extra)
+        return Row(line, parsed.id, parsed.form, request, error, arrival_s, parsed.nameless, parsed.extra, tools)
 
 
 class MemorySource:
@@ -219,8 +220,8 @@ class MemorySource:
 
 
 def _held_tokens(row: Row) -> int:
-    """Return the memory of an input line in tokens of 4 bytes: its prompt and its extra keys."""
-    return row.num_prompt_tokens + len(row.extra) // 4
+    """Return the memory of an input line in tokens of 4 bytes: its prompt, its extra keys and its tools."""
+    return row.num_prompt_tokens + (len(row.extra) + len(row.tools or b"")) // 4
 
 
 def _drawn_arrivals(seed: int, request_rate: float, start_s: float) -> Iterator[float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.outputs.answer_message import AnswerMessage, read_answer
 from sarathi_pp.outputs.logprobs import openai_logprobs, own_logprobs
 from sarathi_pp.text.tokenizer import Tokenizer
 
@@ -37,11 +38,11 @@ class OutputLines:
         Args:
             metrics: see Sink.finish.
         """
-        text = self.tokenizer.finish(completion)
+        text, message = self.tokenizer.finish(completion), read_answer(row, completion, self.tokenizer)
         if row.form == "own":
-            return _encoded(row, _own_record(row, completion, text, metrics))
+            return _encoded(row, _own_record(row, completion, text, message, metrics))
         shown = openai_logprobs(completion, self.tokenizer, is_chat=row.form == "openai-chat")
-        return _encoded(row, _openai_record(row, completion, text, shown, self.model, self.created))
+        return _encoded(row, _openai_record(row, completion, text, message, shown, self.model, self.created))
 
 
 def _encoded(row: Row, record: dict[str, object]) -> bytes:
@@ -67,11 +68,14 @@ def _error_record(row: Row, error: RowError) -> dict[str, object]:
     return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": None, "error": reason}
 
 
-def _own_record(row: Row, completion: Completion, text: str | None, metrics: Mapping[str, object]) -> dict[str, object]:
+def _own_record(
+    row: Row, completion: Completion, text: str | None, message: AnswerMessage | None, metrics: Mapping[str, object]
+) -> dict[str, object]:
     logprobs = {} if completion.logprobs is None else {"logprobs": own_logprobs(completion)}
     return {
         "id": row.id,
         "text": text,
+        **(_message_keys(message) if message else {}),
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(completion.request.prompt_token_ids),
@@ -81,25 +85,46 @@ def _own_record(row: Row, completion: Completion, text: str | None, metrics: Map
     }
 
 
+def _message_keys(message: AnswerMessage) -> dict[str, object]:
+    """Return the parts of a message. Reasoning and calls are left out if it has none."""
+    reasoning = {} if message.reasoning is None else {"reasoning": message.reasoning}
+    calls = {"tool_calls": [call.openai() for call in message.tool_calls]} if message.tool_calls else {}
+    return {"content": message.content, **reasoning, **calls}
+
+
 def _openai_record(
-    row: Row, completion: Completion, text: str | None, logprobs: object, model: str, created: int
+    row: Row,
+    completion: Completion,
+    text: str | None,
+    message: AnswerMessage | None,
+    logprobs: object,
+    model: str,
+    created: int,
 ) -> dict[str, object]:
     """Return an output line in OpenAI's form.
 
     Args:
+        message: the parts of the text; None if it has none.
         logprobs: see `openai_logprobs`.
         created: unix time at which the run started.
     """
     num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
     chat = row.form == "openai-chat"
-    answer = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    parts = {"content": text} if message is None else _message_keys(message)
+    answer = {"message": {"role": "assistant", **parts}} if chat else {"text": text}
+    calls = message is not None and message.tool_calls and completion.finish_reason == "stop"
     body = {
         "id": f"chatcmpl-{row.line}" if chat else f"cmpl-{row.line}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
         "choices": [
-            {"index": 0, **answer, "logprobs": logprobs, "finish_reason": completion.finish_reason},
+            {
+                "index": 0,
+                **answer,
+                "logprobs": logprobs,
+                "finish_reason": "tool_calls" if calls else completion.finish_reason,
+            },
         ],
         "usage": {
             "prompt_tokens": num_prompt,

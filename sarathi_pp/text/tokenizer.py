@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.sampling_params import SamplingParams
+from sarathi_pp.text.chat_options import ChatOptions
 from sarathi_pp.text.chat_template import Renderer
 from sarathi_pp.text.output_text import OutputText, StopChecker, cut_at_stop, decodes_locally, find_context
+from sarathi_pp.text.response import Message, ResponseReader, find_response_template
 from sarathi_pp.text.token_bytes import is_byte_level, token_bytes
 from sarathi_pp.text.tokenizer_backend import load_backend
 
@@ -45,6 +47,7 @@ _TOKENIZER_FILES = (
 # Other files that decide how text becomes token ids and back.
 _BESIDE_TOKENIZER = ("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 
+_NO_OPTIONS = ChatOptions()
 _PARAGRAPH_BREAK = re.compile(r"(?:\r?\n){2,}")
 
 
@@ -107,6 +110,8 @@ class Tokenizer:
         self._bad_words: dict[str, list[tuple[int, ...]]] = {}
         self._adds_bos = self._decodes_locally = self._byte_level = False
         self._renderer = Renderer()
+        template = find_response_template(backend)
+        self._responses = None if template is None else ResponseReader(template)
         if backend is not None:
             if backend.vocab_size > vocab_size:
                 raise InputError(
@@ -139,6 +144,11 @@ class Tokenizer:
     def has_text(self) -> bool:
         """Return whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None
+
+    @property
+    def reads_responses(self) -> bool:
+        """Return whether `read_response` can read outputs, because the tokenizer has a response template."""
+        return self._responses is not None
 
     @property
     def unknown_id(self) -> int | None:
@@ -207,25 +217,38 @@ class Tokenizer:
         return encoded
 
     def encode_chat(
-        self, messages: Sequence[dict[str, object]], *, paragraphs: bool = False, most_tokens: int | None = None
+        self,
+        messages: Sequence[dict[str, object]],
+        options: ChatOptions = _NO_OPTIONS,
+        *,
+        paragraphs: bool = False,
+        most_tokens: int | None = None,
     ) -> EncodedPrompt:
         """Return the token ids of a conversation, which the model's chat template turns into one text.
 
-        The text ends with the opening of the model's answer. The other arguments are those of `encode_prompt`.
+        The other arguments are those of `encode_prompt`.
 
         Raises:
             RowError: `no_tokenizer`, `no_chat_template`, `chat_template_error` (the template refused or failed, or took
-                more than `Renderer` allows), `empty_prompt`, `invalid_token_id`, `invalid_parameter`,
+                more than `Renderer` allows), `unsupported_parameter` (the template has no use for an option, or calls
+                of tools cannot be read), `empty_prompt`, `invalid_token_id`, `invalid_parameter`,
                 `context_length_exceeded`.
         """
         backend = self._require("messages")
         if not backend.chat_template:
             raise RowError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
+        if options.tools and not self.reads_responses:
+            raise RowError(
+                "unsupported_parameter",
+                "tools need a response_template in the model's tokenizer_config.json, which says how the model writes "
+                "calls, and it has none; add one, or remove tools",
+            )
         try:
-            template = backend.get_chat_template()
+            template = backend.get_chat_template(tools=options.tools or None)
         except ValueError as error:
             raise RowError("chat_template_error", f"the model's chat templates cannot be used: {error}") from error
-        text = self._renderer.render(template, messages, backend.special_tokens_map)
+        options.check_template(template)
+        text = self._renderer.render(template, messages, backend.special_tokens_map, options)
         self._refuse_longer(text, most_tokens)
         encoded = self._encode(text, special=False, paragraphs=paragraphs)
         if not encoded.token_ids:
@@ -328,6 +351,25 @@ class Tokenizer:
             ids.pop()
         text = self._output_text(completion.request)
         return cut_at_stop(text, ids, sampling, self._stop_ids(sampling.stop)) if sampling.stop else text.of(ids)
+
+    def read_response(self, completion: Completion, tools: Sequence[Mapping[str, object]]) -> Message | None:
+        """Return the message that a finished request's output means; None if that cannot be read. See ResponseReader.
+
+        The response template sees special tokens, and the end-of-sequence token too. The output ends as in `finish`.
+
+        Args:
+            tools: functions that the request offers. Without them, an output that calls one cannot be read.
+        """
+        if self._responses is None:
+            return None
+        sampling, ids = completion.request.sampling, list(completion.token_ids)
+        if ids and completion.finish_reason == "stop" and ids[-1] in sampling.stop_token_ids:
+            ids.pop()
+        prompt_ids = completion.request.prompt_token_ids
+        text = OutputText(self, prompt_ids, skip_special_tokens=False)
+        output = cut_at_stop(text, ids, sampling, self._stop_ids(sampling.stop)) if sampling.stop else text.of(ids)
+        message = self._responses.read(output, self.decode(prompt_ids, skip_special_tokens=False), tools)
+        return None if message is None or (message.calls and not tools) else message
 
     def _is_left_out(self, last_id: int, sampling: SamplingParams) -> bool:
         """Return whether the last token of an output that has stopped is not part of its text."""

@@ -68,7 +68,7 @@ from sarathi_pp.text.chat_template import Renderer
 renderer = Renderer()
 render = lambda template: renderer.render(template, [{"role": "user", "content": "x"}], {})
 render("x")
-print(renderer._process.pid, flush=True)
+print(renderer.pid, flush=True)
 threading.Thread(target=render, args=("{{ 7 ** 500000000 }}",), daemon=True).start()
 time.sleep(1)
 os._exit(75)

@@ -109,7 +109,7 @@ def test_text_parts_are_joined_and_other_parts_refused():
         ({"prompt": "a", "n": 2}, "unsupported_parameter", "n = 2"),
         (chat_line(n=2), "unsupported_parameter", "n = 2"),
         (chat_line(stream=True), "unsupported_parameter", "stream"),
-        (chat_line(tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
+        (chat_line(tools=[{"type": "function"}]), "invalid_parameter", "tools[0].function"),
         (chat_line(logit_bias={"one": 5}), "invalid_parameter", "a key of logit_bias is 'one'"),
         (chat_line(sequence_bias=[[[1, 2], 5.0]]), "unsupported_parameter", "sequences of one token"),
         (chat_line(sequence_bias=[[[1], 500.0]]), "unsupported_parameter", "from -100 to 100"),

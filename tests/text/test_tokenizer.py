@@ -225,11 +225,11 @@ def test_what_a_template_says_of_its_failure_is_cut():
 def test_the_process_that_renders_outlives_the_thread_that_first_asked():
     renderer, found = Renderer(), []
     for _ in range(2):
-        thread = threading.Thread(target=lambda: found.append((renderer.render("x", [], {}), renderer._process.pid)))
+        thread = threading.Thread(target=lambda: found.append((renderer.render("x", [], {}), renderer.pid)))
         thread.start()
         thread.join()
         time.sleep(0.2)
-    assert found[0] == found[1] == ("x", renderer._process.pid)
+    assert found[0] == found[1] == ("x", renderer.pid)
 
 
 @pytest.mark.parametrize(

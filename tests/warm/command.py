@@ -23,7 +23,7 @@ _PYTHON_OPTIONS = {"-P", "-u"}
 # With -c: a worker of xdist, as execnet starts it. Other tests pass code to see its imports.
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 # It asks to be killed when the thread that started it ends, and a fork's parent is always the main thread.
-_ENDS_WITH_A_THREAD = "sarathi_pp.text.chat_template"
+_ENDS_WITH_A_THREAD = "sarathi_pp.text.template_process"
 PYTHON = sys.executable  # tests replace it
 _TORCHRUN = str(Path(PYTHON).with_name("torchrun"))
 _HOST_0 = Hosts(("namespace",), "switch", Path("table")).on(0)

@@ -119,6 +119,7 @@ class RunConfig:
         sampling_overrides: fields of SamplingParams that the command line named. The model's generation_config.json
             sets the other fields.
         override_generation_config: settings in the form of generation_config.json that win over the model's file.
+        default_chat_template_kwargs: variables for the chat template. Those of a line win.
 
     Raises:
         OptionError: a value that its field does not take.
@@ -153,6 +154,7 @@ class RunConfig:
     profile: Path | None = None
     sampling_overrides: dict[str, object] = field(default_factory=dict)
     override_generation_config: dict[str, object] = field(default_factory=dict)
+    default_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -190,7 +192,7 @@ class RunConfig:
             "one integer per stage, or 'even'",
         )
         _demand(is_int(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
-        for name in ("sampling_overrides", "override_generation_config"):
+        for name in ("sampling_overrides", "override_generation_config", "default_chat_template_kwargs"):
             _demand(isinstance(getattr(self, name), dict), name, getattr(self, name), "a dictionary")
         known = {one.name for one in fields(SamplingParams)}
         for name in self.sampling_overrides:

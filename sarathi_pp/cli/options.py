@@ -249,6 +249,11 @@ SAMPLING = OptionGroup(
         type=JsonObject(),
         help="Settings that win over the model's generation_config.json.",
     ),
+    Option(
+        "--default-chat-template-kwargs",
+        type=JsonObject(),
+        help="Variables for the chat template. Those of a line win.",
+    ),
 )
 
 RECOVERY = OptionGroup(

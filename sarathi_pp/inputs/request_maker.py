@@ -7,7 +7,7 @@ no tokenizer for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -36,6 +36,7 @@ class RequestMaker:
         seed: seed of the run, from which each request without a seed gets its own.
         paragraphs: True if the scheduling policy needs the positions at which paragraphs of a prompt end.
         unknown: counts text prompts that consist mostly of the unknown token.
+        chat_variables: variables of the chat template that a line does not set.
     """
 
     tokenizer: Tokenizer
@@ -44,6 +45,7 @@ class RequestMaker:
     seed: int
     paragraphs: bool = False
     unknown: UnknownTokens = field(default_factory=UnknownTokens)
+    chat_variables: Mapping[str, object] = field(default_factory=dict)
 
     def make(self, parsed: ParsedLine, index: int, arrival_s: float) -> Request:
         """Return the request of a line that has no error.
@@ -175,7 +177,7 @@ class RequestMaker:
             return EncodedPrompt(self.tokenizer.check_token_ids(parsed.prompt_token_ids))
         most = self.limits.max_model_len
         if parsed.messages is not None:
-            options = parsed.chat or ChatOptions()
+            options = (parsed.chat or ChatOptions()).with_defaults(self.chat_variables)
             return self.tokenizer.encode_chat(parsed.messages, options, paragraphs=self.paragraphs, most_tokens=most)
         assert parsed.prompt is not None, "a parsed line has a prompt"
         return self.tokenizer.encode_prompt(

@@ -35,6 +35,9 @@ def identity_of(
         InputError: the input cannot be read.
     """
     digest, num_bytes = input_digest(input_path)
+    # An output of an earlier version can be resumed, so variables are absent if there are none.
+    variables = config.default_chat_template_kwargs
+    chat = {"default_chat_template_kwargs": json.dumps(variables, sort_keys=True)} if variables else {}
     return {
         "model": facts.fingerprint,
         "tokenizer": tokenizer_digest(model_dir) if model_dir is not None else _ABSENT,
@@ -45,6 +48,7 @@ def identity_of(
         "input_name": Path(input_path).suffix.lower(),  # it may mark plain text
         "seed": str(config.seed),
         **{name: json.dumps(value) for name, value in defaults.settings().items()},
+        **chat,
     }
 
 

@@ -126,7 +126,8 @@ class Rank:
                 console.warn(doubt)
         paragraphs = parse_policy(run.policy).kind.wants_paragraphs
         unknown = UnknownTokens(tokenizer.unknown_id)
-        return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs, unknown)
+        variables = checked.config.default_chat_template_kwargs
+        return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs, unknown, variables)
 
     def serve(self) -> None:
         """Run microbatches until rank 0 says goodbye, its last message. Call it on every rank except rank 0.

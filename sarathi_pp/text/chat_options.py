@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sarathi_pp.errors import RowError
+
+# Names that are no variables of a template: arguments of transformers' `apply_chat_template`.
+_RESERVED = (
+    *("chat_template", "conversation", "conversations", "messages", "tools", "add_generation_prompt"),
+    *("continue_final_message", "return_assistant_tokens_mask", "tokenize", "sanitize_control_tokens"),
+)
+
+
+def check_variables(variables: Mapping[str, object]) -> None:
+    """Raise RowError (`invalid_parameter`) if a name cannot be that of a template's own variable."""
+    for name in _RESERVED:
+        if name in variables:
+            what = f"chat_template_kwargs has {name}"
+            raise RowError("invalid_parameter", f"{what}; it must have variables of the template only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +40,17 @@ class ChatOptions:
     tools: Sequence[Mapping[str, object]] = ()
     variables: Mapping[str, object] = field(default_factory=dict)
 
+    def with_defaults(self, variables: Mapping[str, object]) -> ChatOptions:
+        """Return these settings with more variables. Those that are set here win."""
+        return replace(self, variables={**variables, **self.variables}) if variables else self
+
     def check_template(self, template: str) -> None:
-        """Raise RowError (`unsupported_parameter`) if the template would ignore the tools or a variable."""
+        """Check that the template uses the tools and each variable, instead of ignoring them.
+
+        Raises:
+            RowError: `unsupported_parameter`, or `invalid_parameter` for a name that is no variable.
+        """
+        check_variables(self.variables)
         for name in (*(["tools"] if self.tools else []), *self.variables):
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 raise RowError("unsupported_parameter", f"the model's chat template does not use {name}; remove {name}")

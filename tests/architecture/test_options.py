@@ -65,6 +65,7 @@ FIELDS: dict[str, tuple[list[str], object]] = {
     "profile": (["--profile", "profile.json"], Path("profile.json")),
     "sampling_overrides": (["--top-k", "5", "--stop", "a", "--stop", "b"], {"top_k": 5, "stop": ("a", "b")}),
     "override_generation_config": (["--override-generation-config", '{"max_length": 9}'], {"max_length": 9}),
+    "default_chat_template_kwargs": (["--default-chat-template-kwargs", '{"think": false}'], {"think": False}),
 }
 # Fields of SamplingParams that only a line of the input or a Python program sets. `--seed` is the run's.
 OF_A_REQUEST_ALONE = {
@@ -135,7 +136,10 @@ def test_no_field_of_a_run_config_is_forgotten() -> None:
 
 
 def test_an_option_sets_each_sampling_parameter_of_all_requests() -> None:
-    names = {option.name for option in SAMPLING.options()} - {"override_generation_config"}
+    names = {option.name for option in SAMPLING.options()} - {
+        "override_generation_config",
+        "default_chat_template_kwargs",
+    }
     assert names == {one.name for one in fields(SamplingParams)} - OF_A_REQUEST_ALONE
 
 

@@ -106,6 +106,7 @@ WRONG = [
     ("sampling_overrides", {"bogus": 1}, "fields of SamplingParams"),
     ("sampling_overrides", [1], "a dictionary"),
     ("override_generation_config", "x", "a dictionary"),
+    ("default_chat_template_kwargs", "x", "a dictionary"),
 ]
 
 

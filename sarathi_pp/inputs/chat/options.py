@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.json_line import kind_of, show_value
-from sarathi_pp.text.chat_options import ChatOptions
+from sarathi_pp.text.chat_options import ChatOptions, check_variables
 
 # Each key with the values that change nothing. A line without messages may have these.
 CHAT_KEYS: dict[str, tuple[object, ...]] = {
@@ -19,11 +19,6 @@ CHAT_KEYS: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none",),
     "parallel_tool_calls": (True, False),
 }
-# Names that are no variables of a template: arguments of transformers' `apply_chat_template`.
-_RESERVED = (
-    *("chat_template", "conversation", "conversations", "messages", "tools", "add_generation_prompt"),
-    *("continue_final_message", "return_assistant_tokens_mask", "tokenize", "sanitize_control_tokens"),
-)
 
 
 def read_chat_options(record: Mapping[str, object]) -> ChatOptions:
@@ -65,9 +60,7 @@ def _variables(record: Mapping[str, object]) -> dict[str, object]:
     if value is not None and not (isinstance(value, dict) and all(isinstance(name, str) for name in value)):
         _refuse(f"chat_template_kwargs is {kind_of(value)}; it must be an object with names as its keys")
     variables = dict(value or {})
-    for name in _RESERVED:
-        if name in variables:
-            _refuse(f"chat_template_kwargs has {name}; it must have variables of the template only")
+    check_variables(variables)
     effort = record.get("reasoning_effort")
     if effort is None:
         return variables

@@ -183,6 +183,16 @@ PUBLISHED = {
         "top_k": 20,
         "transformers_version": "4.37.0",
     },
+    "Qwen3-4B": {
+        "bos_token_id": 151643,
+        "do_sample": True,
+        "eos_token_id": [151645, 151643],
+        "pad_token_id": 151643,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "transformers_version": "4.51.0",
+    },
     "Llama-3.1-8B-Instruct": {
         "bos_token_id": 128000,
         "do_sample": True,
@@ -190,6 +200,16 @@ PUBLISHED = {
         "temperature": 0.6,
         "top_p": 0.9,
         "transformers_version": "4.42.3",
+    },
+    "unsloth/Meta-Llama-3.1-8B-Instruct": {
+        "bos_token_id": 128000,
+        "do_sample": True,
+        "eos_token_id": [128001, 128008, 128009],
+        "max_length": 131072,
+        "pad_token_id": 128004,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "transformers_version": "4.49.0.dev0",
     },
     "gemma-3-4b-it": {
         "bos_token_id": 2,
@@ -217,6 +237,14 @@ PUBLISHED = {
         "top_p": 0.95,
         "transformers_version": "4.39.3",
     },
+    "DeepSeek-V4": {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "transformers_version": "4.46.3",
+    },
 }
 
 
@@ -227,7 +255,9 @@ def test_the_file_of_a_published_model_is_honoured(tmp_path, model):
     ours = read(tmp_path, published)
     theirs = transformers.GenerationConfig.from_pretrained(tmp_path)
     params = ours.params({})
-    assert (ours.unsupported, ours.warnings) == ({}, ())
+    assert ours.unsupported == {} and all("max_length bounds" in warning for warning in ours.warnings)
+    assert len(ours.warnings) == ("max_length" in published)
+    assert ours.max_length == published.get("max_length") == theirs.max_length
     assert ours.eos_token_ids == frozenset(end if isinstance(end := theirs.eos_token_id, list) else [end])
     for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 50), ("repetition_penalty", 1.0)):
         assert getattr(params, name) == published.get(name, neutral)

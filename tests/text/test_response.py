@@ -91,7 +91,8 @@ def test_what_the_prompt_has_begun_is_understood_and_not_repeated(begun, text, m
 
 
 def test_a_prompt_without_the_start_of_an_answer_is_no_part_of_it(qwen):
-    assert qwen.read("3<|im_end|>", "What is 1+2?", []) == Message("3", None, ())
+    for prompt in ("What is 1+2?", "Begin with <think>", "Begin with <tool_call>"):
+        assert qwen.read("3<|im_end|>", prompt, []) == Message("3", None, ())
 
 
 def test_schemas_give_arguments_their_types():

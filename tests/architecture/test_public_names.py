@@ -24,6 +24,7 @@ GENERATE_OPTIONS = {
     *("--min-new-tokens", "--min-tokens", "--stop-token-ids", "--include-stop-str-in-output", "--bad-words"),
     *("--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--no-repeat-ngram-size", "--logprobs"),
     "--override-generation-config",
+    "--default-chat-template-kwargs",
     *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),
     *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size"),
     *("--peer-timeout", "--join-timeout"),

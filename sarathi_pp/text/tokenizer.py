@@ -363,7 +363,8 @@ class Tokenizer:
         if self._responses is None:
             return None
         sampling, ids = completion.request.sampling, list(completion.token_ids)
-        if ids and completion.finish_reason == "stop" and ids[-1] in sampling.stop_token_ids:
+        ended, keep = completion.finish_reason == "stop", sampling.include_stop_str_in_output
+        if ids and ended and not keep and ids[-1] in sampling.stop_token_ids:
             ids.pop()
         prompt_ids = completion.request.prompt_token_ids
         text = OutputText(self, prompt_ids, skip_special_tokens=False)

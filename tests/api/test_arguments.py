@@ -115,6 +115,7 @@ WRONG: Mapping[str, object] = {
     "profile": "/nowhere/at/all.json",
     "sampling_overrides": {"top_p": 9},
     "override_generation_config": {"bogus": 1},
+    "default_chat_template_kwargs": "x",
 }
 
 

@@ -150,9 +150,10 @@ def test_a_finished_request_is_read_from_its_tokens(one):
     # A call of a tool that was not offered stays part of the text.
     assert read(one, f"I call.{CALL}<|im_end|>") is None
     assert read(one, "It is 3. Really.", stop="Really") == Message("It is 3.", None, ())
-    assert read(one, "3x", stop_token_ids=one.encode_prompt("x", add_special_tokens=False).token_ids) == Message(
-        "3", None, ()
-    )
+    ends = one.encode_prompt("x", add_special_tokens=False).token_ids
+    assert read(one, "3x", stop_token_ids=ends) == Message("3", None, ())
+    assert read(one, "3x", stop_token_ids=ends, include_stop_str_in_output=True) == Message("3x", None, ())
+    assert read(one, "It is 3.", stop="3", include_stop_str_in_output=True) == Message("It is 3", None, ())
 
 
 def test_without_a_response_template_nothing_is_read(monkeypatch):

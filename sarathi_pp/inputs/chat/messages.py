@@ -60,7 +60,7 @@ def _call(where: str, call: object) -> object:
 
 def _arguments(where: str, value: object) -> object:
     try:
-        arguments = read_json(value) if isinstance(value, str) and value else value or {}
+        arguments = {} if value in (None, "") else read_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

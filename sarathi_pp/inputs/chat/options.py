@@ -73,7 +73,9 @@ def _variables(record: Mapping[str, object]) -> dict[str, object]:
 
 def _tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
     """Return the functions that the model may call; none if `tool_choice` is "none"."""
-    tools, choice = record.get("tools") or [], record.get("tool_choice")
+    tools, choice = record.get("tools"), record.get("tool_choice")
+    if tools is None:
+        tools = []
     if not isinstance(tools, list):
         _refuse(f"tools is {kind_of(tools)}; it must be a list")
     for position, tool in enumerate(tools):

@@ -60,6 +60,7 @@ def test_text_parts_of_a_tool_are_joined():
         (called("add(1)"), r"tool_calls\[0\].function.arguments must be an object, or the JSON text of one"),
         (called("[1]"), "function.arguments must be"),
         (called([1]), "function.arguments must be"),
+        (called(0), "function.arguments must be"),
         (called(7), "function.arguments must be"),
         (called('{"a": NaN}'), "function.arguments must be"),
         (called('{"a": ' * 100_000), "function.arguments must be"),

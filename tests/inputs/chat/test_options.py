@@ -58,6 +58,7 @@ def test_own_lines_and_openai_lines_have_the_same_keys(keys, options):
             "given twice",
         ),
         ({"tools": {"a": 1}}, "invalid_parameter", "tools is an object; it must be a list"),
+        ({"tools": False}, "invalid_parameter", "tools is a boolean; it must be a list"),
         ({"tools": [3]}, "invalid_parameter", "tools[0] is a number"),
         ({"tools": [ADD, {"type": "custom"}]}, "unsupported_parameter", 'tools[1].type is "custom"'),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "invalid_parameter", "tools[0].function must be"),

@@ -16,7 +16,6 @@ SAMPLING_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_token
 UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "prompt_logprobs": (False,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -56,7 +55,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "eta_cutoff": (0, _MOST_BELOW_1, "a number in [0, 1)"),
 }
 # The most of integers of SamplingParams that have a limit.
-_COUNTS = {"no_repeat_ngram_size": _LONGEST_NGRAM, "logprobs": MOST_LOGPROBS}
+_COUNTS = {"no_repeat_ngram_size": _LONGEST_NGRAM, "logprobs": MOST_LOGPROBS, "prompt_logprobs": MOST_LOGPROBS}
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 # Lists of token ids, and the most ids in each.
 _TOKEN_LISTS = {
@@ -107,6 +106,8 @@ class SamplingParams:
         eta_cutoff: like epsilon_cutoff, but lower if the probabilities are spread widely. 0.0 keeps every token.
         logprobs: return the log probability of each output token, and of this number of likeliest tokens. At most 20.
             They are of the model's own logits, before any other parameter. None: no log probabilities.
+        prompt_logprobs: the same for each token of the prompt, given the tokens before it. Token 0 has none.
+        logprobs_from: position of the first prompt token of prompt_logprobs, from 0.
 
     `max_tokens` is another name for max_new_tokens, and `min_tokens` for min_new_tokens. Parameters of other engines
     are taken with a value that changes nothing, such as `n=1`.
@@ -143,6 +144,8 @@ class SamplingParams:
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_from: int = 0
 
     def __init__(
         self,
@@ -174,18 +177,18 @@ class SamplingParams:
         epsilon_cutoff: float = 0.0,
         eta_cutoff: float = 0.0,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        logprobs_from: int = 0,
         max_tokens: int = _ABSENT,
         min_tokens: int = _ABSENT,
         **others: Never,
     ) -> None:
-        _refuse_others(others)
-        most = _given_once("max_new_tokens", max_new_tokens, max_tokens)
-        least = _given_once("min_new_tokens", min_new_tokens, min_tokens)
+        most, least = _checked_names((max_new_tokens, max_tokens), (min_new_tokens, min_tokens), others)
         first = (most, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, skip_special_tokens)
         penalties = (presence_penalty, frequency_penalty, repetition_penalty, no_repeat_ngram_size)
         banned = (logit_bias, allowed_token_ids, bad_words, bad_words_ids, suppress_tokens, begin_suppress_tokens)
-        ends = (least, min_length, stop_token_ids, include_stop_str_in_output)
-        values = (*first, *penalties, *banned, *ends, typical_p, epsilon_cutoff, eta_cutoff, logprobs)
+        later = (least, min_length, stop_token_ids, include_stop_str_in_output, typical_p, epsilon_cutoff, eta_cutoff)
+        values = (*first, *penalties, *banned, *later, logprobs, prompt_logprobs, logprobs_from)
         for one, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, one.name, _legal(one, value))
         self._check_lengths()
@@ -249,9 +252,25 @@ def _limited(name: str, value: object) -> object:
     """Return an integer of _COUNTS. Raise RowError if it is not legal."""
     if name == "logprobs" and isinstance(value, bool):  # chats of OpenAI write true or false
         return 0 if value else None
+    if name == "prompt_logprobs" and value is False:  # vLLM takes it for None
+        return None
     legal = is_count(value) and value <= _COUNTS[name]  # type: ignore[operator]
     _require(legal, name, value, f"an integer from 0 to {_COUNTS[name]}")
     return value
+
+
+def _checked_names(most: tuple[int, int], least: tuple[int, int], others: Mapping[str, object]) -> tuple[int, int]:
+    """Return max_new_tokens and min_new_tokens.
+
+    Args:
+        most, least: the values of both, each under its two names.
+        others: arguments that SamplingParams does not have.
+
+    Raises:
+        ConfigError: both names of a parameter are given, or an argument that has an effect does not exist.
+    """
+    _refuse_others(others)
+    return _given_once("max_new_tokens", *most), _given_once("min_new_tokens", *least)
 
 
 def _given_once(name: str, value: int, other: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from sarathi_pp.api.outputs import CompletionOutput, RequestOutput
+from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.parse import ParsedLine
@@ -45,7 +46,8 @@ class Answers:
         text, message = self._tokenizer.finish(completion), read_answer(row, completion, self._tokenizer)
         parts = () if message is None else (message.content, message.reasoning, message.tool_calls)
         output = CompletionOutput(text, completion.token_ids, completion.finish_reason, completion.logprobs, *parts)
-        self._put(row, (output,), None, metrics)
+        found = completion.prompt_logprobs
+        self._put(row, (output,), None, metrics, None if found is None else tuple(found.by_token()))
 
     def fail(self, row: Row, error: RowError) -> None:
         self._put(row, (), error, {})
@@ -55,12 +57,18 @@ class Answers:
         self._queue.put(None)
 
     def _put(
-        self, row: Row, outputs: tuple[CompletionOutput, ...], error: RowError | None, metrics: Mapping[str, object]
+        self,
+        row: Row,
+        outputs: tuple[CompletionOutput, ...],
+        error: RowError | None,
+        metrics: Mapping[str, object],
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
     ) -> None:
         index = row.line - self._first_line
         token_ids = tuple(row.request.prompt_token_ids) if row.request else ()
         prompt = self._lines[index].prompt
-        self._queue.put(RequestOutput(prompt, token_ids, outputs, error, dict(metrics), index, str(row.line - 1)))
+        number = str(row.line - 1)
+        self._queue.put(RequestOutput(prompt, token_ids, outputs, error, dict(metrics), index, number, prompt_logprobs))
         self.num_ended += 1
 
     def until_end(self, call: Call[None]) -> Iterator[RequestOutput]:

@@ -45,6 +45,8 @@ class RequestOutput:
         metrics: latencies of this request in seconds, by name, such as `ttft_s`. None for times that do not exist.
         index: position of the prompt in the call.
         request_id: number of the request since the LLM was made, as text.
+        prompt_logprobs: log probability of each prompt token from `logprobs_from` on, and the likeliest tokens with
+            theirs. Token 0 has None. None unless the sampling parameters ask for them.
     """
 
     prompt: str | None
@@ -54,3 +56,4 @@ class RequestOutput:
     metrics: dict[str, object] = field(default_factory=dict)
     index: int = 0
     request_id: str = ""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -243,6 +243,8 @@ SAMPLING = OptionGroup(
     Option("--repetition-penalty", type=float, help="Factor against tokens of prompt and output. 1 is off."),
     Option("--no-repeat-ngram-size", type=int, help="Never repeat a sequence of this many tokens. 0 is off."),
     Option("--logprobs", type=int, metavar="N", help="Return log probabilities, and those of N likeliest tokens."),
+    Option("--prompt-logprobs", type=int, metavar="N", help="The same for the tokens of prompts."),
+    Option("--logprobs-from", type=int, help="Position of the first prompt token of --prompt-logprobs."),
     Option("--bad-words", multiple=True, metavar="TEXT", help="Text to keep out of outputs. May be repeated."),
     Option(
         "--override-generation-config",

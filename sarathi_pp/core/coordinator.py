@@ -25,7 +25,7 @@ from sarathi_pp.core.cost.refiner import CostRefiner
 from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.pages import PagePool
-from sarathi_pp.core.plan import Chunk, IdleReason, MicroBatch, SampledToken, SamplingRow, StepResult
+from sarathi_pp.core.plan import Chunk, ChunkLogprobs, IdleReason, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View, class_name, max_tokens_of
 from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
 from sarathi_pp.core.sequence import Sequence
@@ -133,16 +133,20 @@ class Coordinator:
     def submit(self, request: Request) -> Completion | None:
         """Queue a request. Return its completion at once if it gets no output, otherwise None.
 
-        A request gets no output if it asks for no token, or if its prompt fills `max_model_len`. The caller must refuse
-        prompts of more than `max_prompt_tokens` tokens before.
+        A request gets no output if it asks for no token, or if its prompt fills `max_model_len`. If it wants log
+        probabilities of its prompt, the prompt is computed nevertheless. The caller must refuse prompts of more than
+        `max_prompt_tokens` tokens before.
         """
         num_prompt = len(request.prompt_token_ids)
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
-        if request.sampling.max_new_tokens == 0 or num_prompt == self.limits.max_model_len:
+        if self._gets_no_output(request) and request.sampling.prompt_logprobs is None:
             return Completion(request, (), "length")
         self._waiting.append(Sequence(request))
         self._waiting_tokens += num_prompt
         return None
+
+    def _gets_no_output(self, request: Request) -> bool:
+        return request.sampling.max_new_tokens == 0 or len(request.prompt_token_ids) == self.limits.max_model_len
 
     def shrink(self) -> Limits:
         """Halve two limits, because a stage ran out of memory: running sequences, and tokens per microbatch.
@@ -276,6 +280,7 @@ class Coordinator:
                 if time.microbatch in self._rows:
                     self._cost.observe(stage, self._rows[time.microbatch], time.seconds)
             self._rows.pop(microbatch.index - self.limits.inflight, None)
+        self._add_prompt_logprobs(result.prompt_logprobs)
         completions = []
         for token in result.tokens:
             sequence = self._current(token.sequence, token.epoch)
@@ -284,6 +289,12 @@ class Coordinator:
             if (completion := self._take(sequence, token)) is not None:
                 completions.append(completion)
         return completions
+
+    def _add_prompt_logprobs(self, chunks: Iterable[ChunkLogprobs]) -> None:
+        for found in chunks:
+            sequence = self._current(found.sequence, found.epoch)
+            if sequence is not None and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs.add(found)
 
     def _current(self, index: int, epoch: int) -> Sequence | None:
         """Return the running sequence with this index. Return None if it has ended, or was preempted after `epoch`."""
@@ -296,8 +307,15 @@ class Coordinator:
         The answer must not depend on the size of the KV cache. So an output that the cache cannot hold is an error, and
         not a shorter answer.
         """
+        if (
+            sequence.prompt_logprobs is not None
+            and self._gets_no_output(sequence.request)
+            and token.failure != Failure.NOT_FINITE
+        ):
+            return self._finish(sequence, "length")
         if token.failure:
             code: ErrorCode = "non_finite_logits" if token.failure == Failure.NOT_FINITE else "no_allowed_token"
+            self._prefills.pop(sequence.index, None)  # a prompt token's logits may be what is not finite
             return self._finish(sequence, "error", code, token.first_bad)
         reason = self._append(sequence, token)
         if reason is not None:
@@ -332,7 +350,16 @@ class Coordinator:
         output = tuple(sequence.tokens[sequence.num_prompt :])
         self._finished.append((sequence.num_prompt, len(output)))
         logprobs = tuple(sequence.logprobs or ()) or None  # emulated stages bring none
-        return Completion(sequence.request, output, reason, sequence.num_preemptions, first_bad, error_code, logprobs)
+        return Completion(
+            sequence.request,
+            output,
+            reason,
+            sequence.num_preemptions,
+            first_bad,
+            error_code,
+            logprobs,
+            sequence.prompt_logprobs if sequence.scored(0, sequence.num_prompt) is None else None,
+        )
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones and free its pages."""
@@ -469,7 +496,7 @@ class Coordinator:
         sampling = _new(SamplingRow, (start + 1, *sequence.draw))
         tokens = (sequence.tokens[start],)
         is_long = start >= self._longrope_after
-        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long, b""))
+        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long, b"", None))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
         """Take the pages that the sequence still needs for its first `end` tokens. They must be free."""
@@ -503,6 +530,7 @@ class Coordinator:
             sampling=SamplingRow(known, *sequence.draw) if end == known else None,
             long_factors=known > self._longrope_after,
             rules=sequence.rules if start == 0 else b"",
+            scored=sequence.scored(start, end),
         )
 
     def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:

@@ -73,7 +73,8 @@ class HeadPlacement:
         longer_s = (self._ratios.median - 1) * self._first.model.stages[0].seconds(row)
         if abs(longer_s) >= _ALIKE * head_s > 0:
             self._ahead += longer_s / head_s
-        on_first = num_drawn > 0 and self._ahead > 0
+        # The rows of scored tokens are too many to be sent back.
+        on_first = num_drawn > 0 and self._ahead > 0 and not microbatch.scores
         if num_drawn:
             self._ahead += -1 if on_first else 1
         # Beyond one LM head, one stage has already waited for the other. That time is lost, and a wait of the other

@@ -50,6 +50,22 @@ class SamplingRow(NamedTuple):
     seed: int
 
 
+class Scored(NamedTuple):
+    """The prompt tokens whose log probabilities a chunk gives: those at the positions [first, stop).
+
+    The row of the token before gives the log probability of a token. So the last one may be after the chunk's end.
+
+    Attributes:
+        num_top: number of the likeliest tokens whose log probabilities are wanted too.
+        following: id of the token at the chunk's end; -1 if its log probability is not wanted.
+    """
+
+    first: int
+    stop: int
+    num_top: int
+    following: int
+
+
 class Chunk(NamedTuple):
     """Consecutive tokens [start, start + num_tokens) of one sequence.
 
@@ -67,6 +83,7 @@ class Chunk(NamedTuple):
         sampling: None if the chunk does not reach the end of the known tokens, so that no next token is drawn.
         long_factors: the rotary embeddings use the long factors (longrope). See Limits.longrope_after.
         rules: DrawRules as bytes. They come with the first chunk of each epoch; empty if the request has none.
+        scored: prompt tokens whose log probabilities are wanted; None if there are none.
     """
 
     sequence: int
@@ -79,6 +96,7 @@ class Chunk(NamedTuple):
     sampling: SamplingRow | None = None
     long_factors: bool = False
     rules: bytes = b""
+    scored: Scored | None = None
 
     @property
     def end(self) -> int:
@@ -129,6 +147,11 @@ class MicroBatch:
         """Number of chunks that reach the last known token of their sequence, so that the next token is drawn."""
         return sum([chunk.sampling is not None for chunk in self.chunks])
 
+    @property
+    def scores(self) -> bool:
+        """Return whether a chunk gives log probabilities of prompt tokens."""
+        return any([chunk.scored is not None for chunk in self.chunks])
+
     def __str__(self) -> str:
         prefills = " ".join(str(chunk) for chunk in self.chunks if not chunk.decode)
         decodes = " ".join(str(chunk) for chunk in self.chunks if chunk.decode)
@@ -174,6 +197,28 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class ChunkLogprobs(NamedTuple):
+    """The log probabilities of prompt tokens that a chunk gave.
+
+    Attributes:
+        sequence: index of the sequence's request.
+        epoch: epoch of the chunk.
+        first: position of the first of these tokens.
+        num_top: number of likeliest tokens at each position.
+        logprobs: that of each token.
+        top_ids, top_logprobs: ids and log probabilities of the likeliest tokens of the first position, likeliest first,
+            then those of the next one.
+    """
+
+    sequence: int
+    epoch: int
+    first: int
+    num_top: int
+    logprobs: tuple[float, ...]
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
 class SampledToken(NamedTuple):
     """The next token of a sequence, which was drawn from its logits.
 
@@ -209,9 +254,11 @@ class StepResult:
         stage_times: one per stage, first stage first. Usually they are times of this microbatch. If a device reports
             its times later, they are of an earlier microbatch that was in flight at the same time.
         short: a stage ran out of memory for the microbatch, and computed it at a second attempt.
+        prompt_logprobs: those of the scored chunks.
     """
 
     index: int
     tokens: tuple[SampledToken, ...] = ()
     stage_times: tuple[StageTime, ...] = ()
     short: bool = False
+    prompt_logprobs: tuple[ChunkLogprobs, ...] = ()

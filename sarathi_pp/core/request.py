@@ -9,6 +9,7 @@ from typing import Literal
 
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import TokenLogprobs
+from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
@@ -58,6 +59,7 @@ class Completion:
             the request ban every token. `kv_cache_exhausted`: the prompt
             and this output fill the whole KV cache, so that the next token cannot be computed.
         logprobs: for each token, if the request wants them; otherwise None.
+        prompt_logprobs: those of the prompt, if the request wants them; otherwise None.
     """
 
     request: Request
@@ -67,3 +69,4 @@ class Completion:
     first_bad: int = -1
     error_code: ErrorCode | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from array import array
 
-from sarathi_pp.core.plan import TokenLogprobs
+from sarathi_pp.core.plan import Scored, TokenLogprobs
+from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Request
 
 
@@ -27,6 +28,7 @@ class Sequence:
         draw: the fields of a SamplingRow, except the position.
         rules: DrawRules as bytes; empty if the request has none.
         logprobs: those of the output tokens; None if the request does not want them.
+        prompt_logprobs: those of the prompt tokens so far; None if the request does not want them.
         epoch: number of times that it lost its pages so far. Its known tokens are then computed again.
         num_preemptions: number of preemptions among them.
         pages: ids of its KV pages, in the order of its tokens. Empty while it waits.
@@ -40,6 +42,7 @@ class Sequence:
         "rules",
         "tokens",
         "logprobs",
+        "prompt_logprobs",
         "done",
         "issued",
         "epoch",
@@ -61,6 +64,8 @@ class Sequence:
         self.tokens: array[int] = request.prompt_token_ids
         wants_logprobs = request.rules is not None and request.rules.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if wants_logprobs else None
+        wanted = params.prompt_logprobs
+        self.prompt_logprobs = PromptLogprobs(params.logprobs_from, wanted) if wanted is not None else None
         self.done = 0
         self.issued = 0
         self.epoch = 0
@@ -89,6 +94,18 @@ class Sequence:
     def past_prompt(self) -> bool:
         """Return whether the whole prompt is issued."""
         return self.issued >= self.num_prompt
+
+    def scored(self, start: int, end: int) -> Scored | None:
+        """Return the tokens whose log probabilities a chunk of the tokens [start, end) must give; None if none.
+
+        Tokens that have theirs already, from before a preemption, are left out.
+        """
+        if self.prompt_logprobs is None:
+            return None
+        first, stop = max(start + 1, self.prompt_logprobs.next), min(end + 1, self.num_prompt)
+        if first >= stop:
+            return None
+        return Scored(first, stop, self.prompt_logprobs.num_top, self.tokens[end] if end < stop else -1)
 
     def start(self) -> None:
         """Copy the tokens from the request, so that output can be appended to them. A second call does nothing."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import TokenLogprobs
+from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.progress import Progress
 from sarathi_pp.errors import ProtocolError, RowError
@@ -53,7 +54,7 @@ class Result:
     Attributes:
         index: index of the request.
         metrics: seconds and counts of the request, for its output line.
-        logprobs: see Completion.
+        logprobs, prompt_logprobs: see Completion.
     """
 
     index: int
@@ -62,11 +63,20 @@ class Result:
     num_preemptions: int
     metrics: Mapping[str, object]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @classmethod
     def of(cls, completion: Completion, metrics: Mapping[str, object]) -> Result:
         index, reason = completion.request.index, completion.finish_reason
-        return cls(index, completion.token_ids, reason, completion.num_preemptions, metrics, completion.logprobs)
+        return cls(
+            index,
+            completion.token_ids,
+            reason,
+            completion.num_preemptions,
+            metrics,
+            completion.logprobs,
+            completion.prompt_logprobs,
+        )
 
     def completion(self, request: Request) -> Completion:
         assert request.index == self.index
@@ -76,6 +86,7 @@ class Result:
             self.finish_reason,  # type: ignore[arg-type]
             self.num_preemptions,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -111,6 +122,10 @@ def encode(message: Message) -> bytes:
         rules = message.request.rules
         fields["request"]["prompt_token_ids"] = list(message.request.prompt_token_ids)
         fields["request"]["rules"] = None if rules is None else rules.to_bytes().decode()
+    elif isinstance(message, Result) and message.prompt_logprobs is not None:
+        found = message.prompt_logprobs
+        lists = (list(found.logprobs), list(found.top_ids), list(found.top_logprobs))
+        fields["prompt_logprobs"] = [found.first, found.num_top, *lists]
     return json.dumps([_KINDS[type(message)], fields], separators=(",", ":")).encode()
 
 
@@ -145,7 +160,12 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
             logprobs = fields["logprobs"]
             if logprobs is not None:
                 logprobs = tuple(TokenLogprobs(one, tuple(map(_pair, top))) for one, top in logprobs)
-            return Result(**{**fields, "token_ids": tuple(fields["token_ids"]), "logprobs": logprobs})
+            prompt_logprobs = fields["prompt_logprobs"]
+            if prompt_logprobs is not None:
+                first, num_top, own, top_ids, tops = prompt_logprobs
+                prompt_logprobs = PromptLogprobs(first, num_top, array("d", own), array("i", top_ids), array("d", tops))
+            changed = {"token_ids": tuple(fields["token_ids"]), "logprobs": logprobs}
+            return Result(**{**fields, **changed, "prompt_logprobs": prompt_logprobs})
         case "error":
             return RequestError(**fields)
         case "progress":

@@ -47,9 +47,14 @@ SAMPLING_KEYS = {
     "eta_cutoff": "eta_cutoff",
     "logprobs": "logprobs",
     "top_logprobs": "logprobs",
+    "prompt_logprobs": "prompt_logprobs",
+    "logprobs_from": "logprobs_from",
 }
 # Fields that are whole numbers. A program that exports tables may write 16 as 16.0, so this is accepted.
-WHOLE_NUMBERS = ("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size")
+WHOLE_NUMBERS = (
+    *("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size"),
+    *("prompt_logprobs", "logprobs_from"),
+)
 # Keys that change how the prompt is rendered and tokenised.
 READING_KEYS = ("add_special_tokens", *CHAT_KEYS)
 # Keys with another name than the settings of generation_config.json that they switch off.
@@ -65,7 +70,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED_SAMPLING,
     "stream": (False,),
     "stream_options": (),
-    "echo": (False,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
@@ -84,6 +88,8 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "chat_template": (),
 }
-OWN_KEYS = ("id", "custom_id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS)
+# A key of completions, which puts the prompt before the output.
+ECHO = "echo"
+OWN_KEYS = ("id", "custom_id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS, ECHO)
 BATCH_KEYS = ("custom_id", "method", "url", "body")
-MISPLACED_KEYS = ("id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS)
+MISPLACED_KEYS = ("id", *PROMPT_KEYS, *READING_KEYS, *SAMPLING_KEYS, *UNSUPPORTED_KEYS, ECHO)

@@ -42,6 +42,7 @@ from sarathi_pp.inputs.json_line import (
 )
 from sarathi_pp.inputs.line_keys import (
     BATCH_KEYS,
+    ECHO,
     MISPLACED_KEYS,
     OPENAI_LABELS,
     OWN_KEYS,
@@ -81,6 +82,7 @@ class ParsedLine:
         switched_off: settings of generation_config.json that the line switches off with a value that has no effect.
         error: the reason why the line cannot run.
         summary: the error without the line's values, for a log; None if there is none.
+        echo: the output line repeats the prompt.
         nameless: True if the line's own id could not be read. Then `id` is the line's number, which may also be the
             id of another line.
         chat: settings with which the chat template renders messages; None for its defaults, or without messages.
@@ -100,6 +102,7 @@ class ParsedLine:
     summary: str | None = None
     nameless: bool = False
     chat: ChatOptions | None = None
+    echo: bool = False
 
 
 def parse_line(number: int, data: bytes, *, plain_text: bool, max_line_bytes: int = MAX_LINE_BYTES) -> ParsedLine:
@@ -134,6 +137,7 @@ class _LineReader:
         self._form: Form = "own"
         self._nameless = nameless
         self._extra = b""
+        self._echo = False
         self._summary: str | None = None
         self._switched_off: set[str] = set()
 
@@ -275,12 +279,27 @@ class _LineReader:
                 if not _changes_nothing(value, UNSUPPORTED_KEYS[key]):
                     message = f"{key} = {show_value(value)} is not supported; remove {key}"
                     self.fail("unsupported_parameter", message, f'"{key}" is not supported with that value; remove it')
+            elif key == ECHO:
+                self._set_echo(value, record)
             elif key not in other:
                 legal = ", ".join((*other, *sampling))
                 message = f"{key} is not a parameter; the known ones are {legal}"
                 self.fail("unknown_parameter", message, f"unknown key {_named(key)} in body")
         self._add_top_logprobs(record.get("top_logprobs"), overrides)
         return overrides
+
+    def _set_echo(self, value: object, record: Mapping[str, object]) -> None:
+        if value is None or value is False:
+            return
+        if value is not True:
+            self.fail("invalid_parameter", f"echo is {show_value(value)}; it must be true or false")
+        if self._form != "openai-completion":
+            what = "echo is supported for lines with the url /v1/completions"
+            self.fail("unsupported_parameter", f"{what}; remove echo, or use prompt_logprobs")
+        for key in ("prompt_logprobs", "logprobs_from"):
+            if record.get(key) is not None:
+                self.fail("invalid_parameter", f"echo and {key} are both given; keep one. With echo, use logprobs")
+        self._echo = True
 
     def _add_top_logprobs(self, number: object, overrides: dict[str, object]) -> None:
         """Set the number of likeliest tokens, which OpenAI's chats give apart from `"logprobs": true`."""
@@ -370,7 +389,7 @@ class _LineReader:
         name, extra = (self._line, self._id, self._form), self._extra
         off = frozenset(self._switched_off)
         prompts = (prompt, prompt_token_ids, messages)
-        return ParsedLine(*name, *prompts, overrides, extra, add_special_tokens, off, chat=chat)
+        return ParsedLine(*name, *prompts, overrides, extra, add_special_tokens, off, chat=chat, echo=self._echo)
 
     def _token_ids(self, key: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, list):

@@ -52,7 +52,8 @@ class PromptLimits:
         """Return the sampling parameters with huge values replaced by ordinary ones of the same effect.
 
         top_k becomes 0 (no limit) if it is at least vocab_size, and no_repeat_ngram_size if it is above max_model_len.
-        max_new_tokens becomes at most max_model_len, and min_new_tokens at most max_new_tokens.
+        max_new_tokens becomes at most max_model_len, min_new_tokens at most max_new_tokens, and prompt_logprobs at most
+        vocab_size.
         """
         most = min(sampling.max_new_tokens, self.max_model_len)
         return replace(
@@ -63,6 +64,9 @@ class PromptLimits:
             ),
             max_new_tokens=most,
             min_new_tokens=min(sampling.min_new_tokens, most),
+            prompt_logprobs=(
+                None if sampling.prompt_logprobs is None else min(sampling.prompt_logprobs, self.vocab_size)
+            ),
         )
 
 

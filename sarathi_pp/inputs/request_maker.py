@@ -70,6 +70,9 @@ class RequestMaker:
             least = max(0, sampling.min_length - len(prompt.token_ids))
             sampling = replace(sampling, min_length=0, min_new_tokens=least)
         sampling = self.limits.clamp(sampling)
+        if parsed.echo and sampling.logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=sampling.logprobs, logprobs_from=0)
+        _check_scored(sampling, len(prompt.token_ids))
         rules = self._rules(sampling, parsed.overrides, len(prompt.token_ids))
         if parsed.prompt_token_ids is None:
             self.unknown.count(prompt.token_ids)
@@ -80,6 +83,13 @@ class RequestMaker:
         if parsed.messages is None or not self.tokenizer.reads_responses:
             return None
         return json.dumps(list(parsed.chat.tools) if parsed.chat else []).encode()
+
+    def echo(self, parsed: ParsedLine, request: Request) -> str:
+        """Return the text of a line's prompt, which its output line repeats; empty without tokenizer files."""
+        if parsed.prompt is not None:
+            return parsed.prompt
+        ids = request.prompt_token_ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False) if self.tokenizer.has_text else ""
 
     def _rules(self, sampling: SamplingParams, overrides: Collection[str], num_prompt: int) -> DrawRules | None:
         """Return the rules for drawing the request's tokens; None if there are none.
@@ -186,6 +196,16 @@ class RequestMaker:
             paragraphs=self.paragraphs,
             most_tokens=most,
         )
+
+
+def _check_scored(sampling: SamplingParams, num_prompt: int) -> None:
+    """Raise RowError if `logprobs_from` names no token of the prompt, or has no effect."""
+    first = sampling.logprobs_from
+    if first and sampling.prompt_logprobs is None:
+        raise RowError("invalid_parameter", f"logprobs_from is {first}; it must be 0 without prompt_logprobs")
+    if first >= num_prompt:
+        wanted = f"a position in the prompt, 0 to {num_prompt - 1}"
+        raise RowError("invalid_parameter", f"logprobs_from is {first}; it must be {wanted}")
 
 
 def _unique(token_ids: Iterable[int]) -> tuple[int, ...]:

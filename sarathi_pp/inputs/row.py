@@ -20,6 +20,7 @@ class Row:
     Args:
         line: number of the line, from 1.
         id, form, nameless, extra: see ParsedLine.
+        echo: the text of the prompt, which the output line repeats; None if it does not.
         arrival_s: time of arrival on the coordinator's clock, in seconds.
         tools: functions that a conversation offers to the model, as a JSON list. The response template then reads the
             output. None if it does not, because there are no messages or the tokenizer has none.
@@ -34,6 +35,7 @@ class Row:
     nameless: bool = False
     extra: bytes = b""
     tools: bytes | None = None
+    echo: str | None = None
 
     def __post_init__(self) -> None:
         assert (self.request is None) != (self.error is None), "a row is a request or an error"

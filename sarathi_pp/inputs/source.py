@@ -196,7 +196,9 @@ class FileSource:
                 error = problem
         if error is not None:
             error = RowError(error.code, f"line {line}: {shorten(error.message)}")
-        return Row(line, parsed.id, parsed.form, request, error, arrival_s, parsed.nameless, parsed.extra, tools)
+        echo = self._maker.echo(parsed, request) if request is not None and parsed.echo else None
+        name, own = (line, parsed.id, parsed.form), (parsed.nameless, parsed.extra)
+        return Row(*name, request, error, arrival_s, *own, tools=tools, echo=echo)
 
 
 class MemorySource:

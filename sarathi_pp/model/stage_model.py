@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PagedCall
@@ -94,6 +97,11 @@ class StageModel:
         with self._batch_invariant:
             return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
 
+    def rows_head(self) -> LMHead:
+        """Return the LM head for rows of `forward_rows`. It shares the weights, and gives the bits of `forward`."""
+        module = self.module if self._bare_lm_head is not None else _without_base(self.module)
+        return LMHead(module, 0, self.module.dtype, self.module.device, 0, self._bare_lm_head)
+
     def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
         return rows if inputs.all_logits else rows.index_select(0, inputs.logit_rows)
 
@@ -106,6 +114,31 @@ class StageModel:
             "use_cache": False,
             "paged": PagedCall(backend or self.backend, kv, inputs, self.specs, self.steps),
         }
+
+
+@dataclass
+class _Output(MoeModelOutputWithPast):  # type: ignore[misc]
+    """The output of a base model, with the attributes that models with experts and models like GPT-2 read."""
+
+    cross_attentions: None = None
+
+
+class _Rows(nn.Module):
+    """A stand-in for a base model, which returns the rows that it gets."""
+
+    def forward(self, *args: object, inputs_embeds: Tensor, **kwargs: object) -> _Output:
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+def _without_base(module: Any) -> Any:
+    """Return a copy of a model whose base model returns its input. All other modules are those of the model."""
+    base = module.base_model
+    rows = _Rows()
+    if hasattr(base, "decoder"):
+        rows.add_module("decoder", rows)  # OPT calls the decoder of its base model
+    found = copy.copy(module)
+    found._modules = {name: rows if one is base else one for name, one in module._modules.items()}
+    return found
 
 
 class LMHead:

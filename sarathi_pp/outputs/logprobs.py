@@ -3,6 +3,7 @@
 own         [{"id", "logprob", "top": [[id, logprob], ...]}, ...]
 chat        {"content": [{"token", "bytes", "logprob", "top_logprobs": [{"token", "bytes", "logprob"}, ...]}, ...]}
 completion  {"tokens", "token_logprobs", "top_logprobs": [{token: logprob}, ...], "text_offset"}
+            With `echo`, the prompt's tokens come first. The first one of all has null.
 """
 
 from __future__ import annotations
@@ -22,11 +23,24 @@ def own_logprobs(completion: Completion) -> list[dict[str, object]]:
     ]
 
 
-def openai_logprobs(completion: Completion, tokenizer: Tokenizer, *, is_chat: bool) -> dict[str, object] | None:
-    """Return the log probabilities of a completion in OpenAI's form; None if the request wants none."""
-    if completion.logprobs is None:
+def own_prompt_logprobs(completion: Completion) -> dict[str, object]:
+    """Return the key of an output line with the log probabilities of the prompt. Empty if the request wants none."""
+    found = completion.prompt_logprobs
+    return {} if found is None else {"prompt_logprobs": found.entries(completion.request.prompt_token_ids)}
+
+
+def openai_logprobs(
+    completion: Completion, tokenizer: Tokenizer, *, is_chat: bool, is_echo: bool = False
+) -> dict[str, object] | None:
+    """Return the log probabilities of a completion in OpenAI's form; None if the request wants none.
+
+    Args:
+        is_echo: the prompt's tokens come first.
+    """
+    of_prompt = completion.prompt_logprobs if is_echo and completion.request.sampling.logprobs is not None else None
+    if completion.logprobs is None and of_prompt is None:
         return None
-    pairs = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
     if is_chat:
         content = [
             {
@@ -36,13 +50,16 @@ def openai_logprobs(completion: Completion, tokenizer: Tokenizer, *, is_chat: bo
             for token_id, one in pairs
         ]
         return {"content": content}
-    tokens = [_text(token_id, tokenizer) for token_id, _ in pairs]
+    echoed = [] if of_prompt is None else zip(completion.request.prompt_token_ids, of_prompt.by_token(), strict=True)
+    rows = [*echoed, *pairs]
+    tokens = [_text(token_id, tokenizer) for token_id, _ in rows]
     # Two tokens may have the same text, as parts of characters do. The likelier one stays.
     return {
         "tokens": tokens,
-        "token_logprobs": [one.logprob for _, one in pairs],
+        "token_logprobs": [None if one is None else one.logprob for _, one in rows],
         "top_logprobs": [
-            {_text(top_id, tokenizer): logprob for top_id, logprob in reversed(one.top)} for _, one in pairs
+            None if one is None else {_text(top_id, tokenizer): logprob for top_id, logprob in reversed(one.top)}
+            for _, one in rows
         ],
         "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
     }

@@ -10,7 +10,7 @@ from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.answer_message import AnswerMessage, read_answer
-from sarathi_pp.outputs.logprobs import openai_logprobs, own_logprobs
+from sarathi_pp.outputs.logprobs import openai_logprobs, own_logprobs, own_prompt_logprobs
 from sarathi_pp.text.tokenizer import Tokenizer
 
 
@@ -41,7 +41,10 @@ class OutputLines:
         text, message = self.tokenizer.finish(completion), read_answer(row, completion, self.tokenizer)
         if row.form == "own":
             return _encoded(row, _own_record(row, completion, text, message, metrics))
-        shown = openai_logprobs(completion, self.tokenizer, is_chat=row.form == "openai-chat")
+        is_echo = row.echo is not None
+        shown = openai_logprobs(completion, self.tokenizer, is_chat=row.form == "openai-chat", is_echo=is_echo)
+        if row.echo is not None and text is not None:
+            text = row.echo + text
         return _encoded(row, _openai_record(row, completion, text, message, shown, self.model, self.created))
 
 
@@ -81,6 +84,7 @@ def _own_record(
         "num_prompt_tokens": len(completion.request.prompt_token_ids),
         "num_output_tokens": len(completion.token_ids),
         **logprobs,
+        **own_prompt_logprobs(completion),
         "metrics": metrics,
     }
 
@@ -110,6 +114,8 @@ def _openai_record(
     """
     num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
     chat = row.form == "openai-chat"
+    # An echo shows them in its `logprobs`.
+    of_prompt = {} if row.echo is not None and logprobs is not None else own_prompt_logprobs(completion)
     parts = {"content": text} if message is None else _message_keys(message)
     answer = {"message": {"role": "assistant", **parts}} if chat else {"text": text}
     calls = message is not None and message.tool_calls and completion.finish_reason == "stop"
@@ -123,6 +129,7 @@ def _openai_record(
                 "index": 0,
                 **answer,
                 "logprobs": logprobs,
+                **of_prompt,
                 "finish_reason": "tool_calls" if calls else completion.finish_reason,
             },
         ],

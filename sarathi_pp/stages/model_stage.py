@@ -21,6 +21,7 @@ from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.drawing.draw import Edits, draw
 from sarathi_pp.drawing.drawer import Drawer
 from sarathi_pp.drawing.sampling import sample
+from sarathi_pp.drawing.scoring import score, scored_rows
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -309,6 +310,8 @@ class ModelStage:
         if self._head is not None and microbatch.head_on_first:
             # Also if there are none: after an abort, another microbatch may have had this index.
             self._edits[microbatch.index] = edits
+        if self.model.has_lm_head and microbatch.scores:
+            return self._prepare_scores(microbatch, spans, ids, edits)
         forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
@@ -316,6 +319,29 @@ class ModelStage:
             if self.model.has_lm_head:
                 return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn, edits))
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
+
+        return compute
+
+    def _prepare_scores(self, microbatch: MicroBatch, spans: list[Span], ids: array[int], edits: Edits) -> Compute:
+        """Prepare a microbatch with scored tokens on the last stage. CUDA graphs have too few rows of logits.
+
+        The rows after which a token is drawn get their logits together, as in any other microbatch.
+        """
+        assert not microbatch.head_on_first, "the rows of scored tokens stay here"
+        scored, last, drawn = scored_rows(microbatch), _last_rows(microbatch), _drawn(microbatch)
+        inputs = build_inputs(spans, (*scored, *last), self.kv.page_size, self.device)
+        token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
+
+        def compute(hidden: Tensor | None) -> StageOutput:
+            x = token_ids if hidden is None else hidden
+            assert x is not None, "a stage that does not embed gets activations"
+            rows, head = self.model.forward_rows(x, inputs, self.kv), self.model.rows_head()
+            tokens = _draw(head.forward(rows[len(scored) :]), drawn, edits) if drawn else ()
+            prompt_logprobs, failed = score(head, rows[: len(scored)], microbatch)
+            if failed:
+                lost = {token.sequence for token in failed}
+                tokens = (*failed, *(token for token in tokens if token.sequence not in lost))
+            return StageOutput(tokens=tokens, prompt_logprobs=prompt_logprobs)
 
         return compute
 
@@ -390,7 +416,7 @@ class ModelStage:
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
         spans, ids = [], array("q")
-        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _, long_factors, _ in microbatch.chunks:
+        for sequence, _, start, num_tokens, decode, token_ids, new_pages, _, long_factors, *_ in microbatch.chunks:
             table = tables.get(sequence)
             if table is None:
                 table = tables[sequence] = array("q")

@@ -211,7 +211,7 @@ class StageRunner:
         if output.rows is not None:
             return HeadFrame(microbatch.index, len(output.rows), stage_times, frame.bad, short), output.rows
         tokens = _blamed(output.tokens, dict(frame.bad), self._index) if self._debug_nan else output.tokens
-        return StepResult(microbatch.index, tokens, stage_times, short), None
+        return StepResult(microbatch.index, tokens, stage_times, short, output.prompt_logprobs), None
 
     def _compute(self, compute: Compute, hidden: Tensor | None, microbatch: MicroBatch) -> tuple[StageOutput, bool]:
         """Compute a microbatch. If memory runs out, free unused memory and try once more.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
-from sarathi_pp.core.plan import MicroBatch, SampledToken
+from sarathi_pp.core.plan import ChunkLogprobs, MicroBatch, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class StageOutput:
     Attributes:
         hidden: activations for the next stage, (T, hidden_size) for T tokens. None on the last stage.
         tokens: tokens that the last stage drew, or the first stage if it computes the LM head.
+        prompt_logprobs: those of the microbatch's scored tokens.
         rows: inputs of the LM head, (n, hidden_size) for n tokens to draw. Set if the last stage leaves the LM head to
             the first stage.
         bad: indices of the sequences whose `hidden` has NaN or infinity. It is only checked with --debug-nan.
@@ -29,6 +30,7 @@ class StageOutput:
     tokens: tuple[SampledToken, ...] = ()
     rows: Tensor | None = None
     bad: tuple[int, ...] = ()
+    prompt_logprobs: tuple[ChunkLogprobs, ...] = ()
 
 
 class Compute(Protocol):

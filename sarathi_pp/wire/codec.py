@@ -20,20 +20,30 @@ from itertools import chain
 from typing import TypeVar
 
 from sarathi_pp.core.draw_rules import MOST_BYTES, MOST_MICROBATCH_BYTES, Failure
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult, TokenLogprobs
+from sarathi_pp.core.plan import (
+    Chunk,
+    ChunkLogprobs,
+    MicroBatch,
+    SampledToken,
+    SamplingRow,
+    Scored,
+    StageTime,
+    StepResult,
+    TokenLogprobs,
+)
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.sampling_params import MOST_LOGPROBS
 
 MAGIC = b"SPPW"
-VERSION = 11
+VERSION = 12
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
 # The legal flags of a chunk. Bit 0: it is a decode. Bit 1: a token is drawn after it. Bit 2: its rotary embeddings use
-# the long factors. Bit 3: it brings rules.
-_FLAGS = frozenset(range(16))
+# the long factors. Bit 3: it brings rules. Bit 4: it has scored tokens.
+_FLAGS = frozenset(range(32))
 _WORD_BYTES = 8
 _FAILURES = {int(failure): failure for failure in Failure}  # calling the class takes longer
 _TRAILER = struct.Struct("<Q")
@@ -239,8 +249,10 @@ def _flatten_result(result: StepResult) -> Numbers:
     """Return all numbers of a result. Log probabilities follow for the tokens whose requests want them.
 
     integers   index | short | tokens | sequence ... | epoch ... | token id ... | failure ... | first bad ... |
-               number of top tokens, or -1 ... | ids of all top tokens
-    reals      of each token with log probabilities: its own, then those of its top tokens | stage times
+               number of top tokens, or -1 ... | ids of all top tokens | scores
+    reals      of each token with log probabilities: its own, then those of its top tokens | scores | stage times
+    scores     integers: for each scored chunk, sequence, epoch, first, number of positions, number of top tokens, ids
+               reals: for each scored chunk, log probabilities, then those of the top tokens
     """
     tokens = result.tokens
     integers: list[int] = [result.index, int(result.short), len(tokens)]
@@ -253,6 +265,9 @@ def _flatten_result(result: StepResult) -> Numbers:
             if one is not None:
                 integers += [token_id for token_id, _ in one.top]
                 reals += (one.logprob, *(logprob for _, logprob in one.top))
+    for sequence, epoch, position, num_top, own, top_ids, tops in result.prompt_logprobs:
+        integers += (sequence, epoch, position, len(own), num_top, *top_ids)
+        reals += (*own, *tops)
     return integers, [*reals, *chain.from_iterable(result.stage_times)]
 
 
@@ -273,10 +288,32 @@ def _restore_result(integers: Sequence[int], reals: Sequence[float]) -> StepResu
         own, *others = reals[first : first + 1 + num_top]
         logprobs.append(TokenLogprobs(own, tuple(zip(integers[at : at + num_top], others, strict=True))))
         at, first = at + num_top, first + 1 + num_top
-    if at != len(integers):
-        raise ValueError(f"{len(integers)} integers; expected {at}")
+    scores, first = _cut_scores(integers, at, reals, first)
     fields = zip(sequences, epochs, token_ids, map(_FAILURES.__getitem__, failures), first_bad, logprobs, strict=True)
-    return StepResult(index, tuple(map(SampledToken._make, fields)), _stage_times(reals[first:]), _flag(short))
+    times = _stage_times(reals[first:])
+    return StepResult(index, tuple(map(SampledToken._make, fields)), times, _flag(short), scores)
+
+
+def _cut_scores(
+    integers: Sequence[int], at: int, reals: Sequence[float], first: int
+) -> tuple[tuple[ChunkLogprobs, ...], int]:
+    """Return the log probabilities of prompt tokens, and the index after their last real. They end the integers.
+
+    Args:
+        at: index of their first integer.
+        first: index of their first real.
+    """
+    scores = []
+    while at < len(integers):
+        sequence, epoch, position, count, num_top = integers[at : at + 5]
+        at, num_tops = at + 5, count * num_top
+        if min(count, num_top) < 0 or at + num_tops > len(integers) or first + count + num_tops > len(reals):
+            raise ValueError(f"{count} scored tokens, with {num_top} top tokens for one, do not fit into the message")
+        own, tops = reals[first : first + count], reals[first + count : first + count + num_tops]
+        ids = integers[at : at + num_tops]
+        scores.append(ChunkLogprobs(sequence, epoch, position, num_top, tuple(own), tuple(ids), tuple(tops)))
+        at, first = at + num_tops, first + count + num_tops
+    return tuple(scores), first
 
 
 def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
@@ -286,7 +323,8 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
     integers   index | short | head on first | chunks | freed | bad | sequence, stage of each bad one | sequence ... |
                epoch ... | start ... | num_tokens ... | flags ... | number of token ids ... | number of new pages ... |
-               freed ids | all token ids | all new pages | position ... | top_k ... | seed ... | rules
+               freed ids | all token ids | all new pages | position ... | top_k ... | seed ... | scored | rules
+    scored     of the chunks with scored tokens: first ... | stop ... | number of top tokens ... | following ...
     rules      for each chunk that brings rules: number of bytes, then the bytes in words of 8
     reals      issued_s | stages | microbatch, seconds per stage | temperature ... | top_p ... | min_p ...
     """
@@ -296,12 +334,12 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     integers = [m.index, int(frame.short), int(m.head_on_first), len(m.chunks), len(m.freed), len(frame.bad), *bad]
     if not m.chunks:
         return [*integers, *m.freed], reals
-    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules = zip(
+    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored = zip(
         *m.chunks, strict=True
     )
     flags = [
-        decode | (row is not None) << 1 | is_long << 2 | (text != b"") << 3
-        for decode, row, is_long, text in zip(decodes, sampling, are_long, rules, strict=True)
+        decode | (row is not None) << 1 | is_long << 2 | (text != b"") << 3 | (wanted is not None) << 4
+        for decode, row, is_long, text, wanted in zip(decodes, sampling, are_long, rules, scored, strict=True)
     ]
     integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
@@ -314,6 +352,7 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
         positions, temperatures, top_ks, top_ps, min_ps, seeds = zip(*rows, strict=True)
         integers += (*positions, *top_ks, *seeds)
         reals += (*temperatures, *top_ps, *min_ps)
+    integers += chain.from_iterable(zip(*(one for one in scored if one is not None), strict=True))
     for text in rules:
         if text:
             integers += (len(text), *_words(text))
@@ -346,7 +385,8 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     drawn = [flag & 2 > 0 for flag in flags]
     num_rows = sum(drawn)
     num_times = 2 * reals[1]
-    rules, end = _cut_rules(integers, at + 3 * num_rows, flags)
+    scored, rules_at = _cut_scored(integers, at + 3 * num_rows, flags)
+    rules, end = _cut_rules(integers, rules_at, flags)
     if not num_times >= 0 or len(integers) != end or len(reals) != 2 + num_times + 3 * num_rows:
         raise ValueError(
             f"{len(integers)} integers and {len(reals)} reals; expected {end} and {2 + num_times + 3 * num_rows}"
@@ -359,7 +399,7 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     sampling = [next(rows) if draws else None for draws in drawn]
     decodes = [flag & 1 > 0 for flag in flags]
     are_long = [flag & 4 > 0 for flag in flags]
-    columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules
+    columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored
     chunk_fields = zip(*columns, strict=True)
     chunks = tuple(map(Chunk._make, chunk_fields))
     microbatch = MicroBatch(index, chunks, tuple(freed), reals[0], _flag(head_on_first))
@@ -389,13 +429,29 @@ def _words(text: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{count}q", text.ljust(count * _WORD_BYTES, b"\0"))
 
 
+def _cut_scored(integers: Sequence[int], start: int, flags: Sequence[int]) -> tuple[list[Scored | None], int]:
+    """Return each chunk's scored tokens, which begin at the index `start`, and the index after the last ones.
+
+    Args:
+        flags: flags of each chunk.
+    """
+    count = sum([flag & 16 > 0 for flag in flags])
+    if not count:
+        return [None] * len(flags), start
+    found = map(Scored._make, zip(*_columns(integers, start, 4, count), strict=True))
+    try:
+        return [next(found) if flag & 16 else None for flag in flags], start + 4 * count
+    except StopIteration:
+        raise ValueError(f"{count} scored chunks in {len(integers) - start} integers") from None
+
+
 def _cut_rules(integers: Sequence[int], start: int, flags: Sequence[int]) -> tuple[list[bytes], int]:
     """Return the rules of each chunk, which begin at the index `start`, and the index after the last one.
 
     Args:
         flags: flags of each chunk.
     """
-    if max(flags, default=0) < 8:  # most microbatches bring no rules
+    if not any([flag & 8 for flag in flags]):  # most microbatches bring no rules
         return [b""] * len(flags), start
     found = []
     for flag in flags:
@@ -451,7 +507,9 @@ def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stage
     pages = -(-max_tokens // page_size) + chunks
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
     rules = 2 * chunks + MOST_MICROBATCH_BYTES // _WORD_BYTES
-    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 3 * chunks + rules
+    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 7 * chunks + rules
     reals = 2 + 2 * num_stages + 3 * chunks
-    result_integers, result_reals = 3 + (6 + MOST_LOGPROBS) * chunks, (1 + MOST_LOGPROBS) * chunks + 2 * num_stages
+    # Log probabilities are of one token per chunk, and of the prompt's tokens.
+    result_integers = 3 + 6 * chunks + 5 * chunks + MOST_LOGPROBS * (chunks + max_tokens)
+    result_reals = (1 + MOST_LOGPROBS) * (chunks + max_tokens) + 2 * num_stages
     return payload_start(_COUNTS.size + 8 * max(integers + reals, result_integers + result_reals))

@@ -10,7 +10,7 @@ from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, DrawRules, Failure
 from sarathi_pp.core.head_placement import HeadPlacement
-from sarathi_pp.core.plan import SampledToken, StepResult, TokenLogprobs
+from sarathi_pp.core.plan import ChunkLogprobs, SampledToken, Scored, StepResult, TokenLogprobs
 from sarathi_pp.core.policy import POLICIES, make_policy
 from sarathi_pp.core.policy.view import Grant, Limits
 from sarathi_pp.core.request import Request
@@ -457,6 +457,34 @@ def test_log_probabilities_come_with_their_tokens():
     coordinator.next_microbatch()
     done = coordinator.complete(StepResult(1, (SampledToken(0, 0, 7, logprobs=second), SampledToken(1, 0, 8))))
     assert [one.logprobs for one in done] == [(first, second), None]
+
+
+def test_log_probabilities_of_a_prompt_come_once_for_each_token():
+    coordinator = Coordinator(Limits(1, 3, 2, 64, 4, 16, 2), make_policy("sarathi"))
+    prompt, params = (1, 2, 3, 4, 5, 6, 7), SamplingParams(max_new_tokens=0, seed=0, prompt_logprobs=0, logprobs_from=3)
+    assert coordinator.submit(Request(0, prompt, params)) is None
+    first, second = coordinator.next_microbatch(), coordinator.next_microbatch()
+    assert first.chunks[0].scored == Scored(3, 4, 0, 4) and second.chunks[0].scored == Scored(4, 7, 0, 7)
+    assert first.scores
+    coordinator.complete(StepResult(0, (), (), False, (ChunkLogprobs(0, 0, 3, 0, (-3.0,)),)))
+    third = coordinator.next_microbatch()
+    assert third.chunks[0].scored is None and not third.scores
+    coordinator.complete(StepResult(1, (), (), False, (ChunkLogprobs(0, 0, 4, 0, (-4.0, -5.0, -6.0)),)))
+    (done,) = coordinator.complete(StepResult(2, (SampledToken(0, 0, 9),)))
+    assert done.token_ids == () and done.finish_reason == "length"
+    assert done.prompt_logprobs.by_token() == [TokenLogprobs(-float(place)) for place in (3, 4, 5, 6)]
+
+
+def test_a_prompt_token_without_finite_logits_ends_the_request_before_its_prompt_is_issued():
+    coordinator = Coordinator(Limits(1, 2, 2, 64, 4, 16, 2), make_policy("sarathi"))
+    coordinator.submit(Request(0, (1, 2, 3, 4, 5, 6, 7), SamplingParams(seed=0, prompt_logprobs=0)))
+    coordinator.next_microbatch(), coordinator.next_microbatch()
+    failed = SampledToken(0, 0, 0, Failure.NOT_FINITE, 1)
+    (done,) = coordinator.complete(StepResult(0, (failed,)))
+    assert (done.error_code, done.first_bad, done.prompt_logprobs) == ("non_finite_logits", 1, None)
+    assert coordinator.next_microbatch() is None
+    assert not coordinator.complete(StepResult(1, (failed,)))
+    assert not coordinator.unfinished and coordinator.pool.num_free == 16 and coordinator.held_tokens == 0
 
 
 def test_a_stopped_run_finishes_a_sequence_that_outgrew_the_short_factors():

@@ -19,6 +19,7 @@ from sarathi_pp.core.partition import partition
 from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Request
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.inputs.row import Row
@@ -66,7 +67,7 @@ class InTurn:
     def choose(self, microbatch):
         if microbatch.num_drawn:
             self._last = not self._last
-        return microbatch.num_drawn > 0 and not self._last
+        return microbatch.num_drawn > 0 and not self._last and not microbatch.scores
 
     def observe(self, microbatch, times, head_s):
         pass
@@ -132,6 +133,7 @@ class Outcome:
     tokens: list[tuple[int, ...]]
     reasons: list[str]
     logprobs: list[tuple[TokenLogprobs, ...] | None]
+    prompt_logprobs: list[PromptLogprobs | None]
     num_preemptions: int
     events: list[list]
 
@@ -223,6 +225,7 @@ def run_pipeline(
         [completion.token_ids for completion in ordered],
         [completion.finish_reason for completion in ordered],
         [completion.logprobs for completion in ordered],
+        [completion.prompt_logprobs for completion in ordered],
         coordinator.num_preemptions,
         [recorder.events for recorder in recorders],
     )

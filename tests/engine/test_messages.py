@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import TokenLogprobs
+from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.engine.messages import Abort, RequestError, Result, Stop, Submit, decode, encode
 from sarathi_pp.engine.progress import Progress
@@ -40,8 +42,20 @@ samplings = st.builds(
     include_stop_str_in_output=st.booleans(),
     typical_p=st.floats(1e-300, 1),
     **{name: st.floats(0, 1, exclude_max=True) for name in ("epsilon_cutoff", "eta_cutoff")},
-    logprobs=st.none() | st.integers(0, 20),
+    **{name: st.none() | st.integers(0, 20) for name in ("logprobs", "prompt_logprobs")},
+    logprobs_from=ids,
 )
+
+
+@st.composite
+def prompt_logprobs(draw):
+    num_top, own = draw(st.integers(0, 3)), draw(st.lists(finite, max_size=3))
+    most = num_top * len(own)
+    top_ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=most, max_size=most))
+    tops = draw(st.lists(finite, min_size=most, max_size=most))
+    return PromptLogprobs(draw(ids), num_top, array("d", own), array("i", top_ids), array("d", tops))
+
+
 logprobs = st.builds(TokenLogprobs, finite, st.lists(st.tuples(ids, finite)).map(tuple))
 rules = st.builds(
     DrawRules,
@@ -84,6 +98,7 @@ messages = st.one_of(
         ids,
         st.dictionaries(st.text(), finite | st.none()),
         st.none() | st.lists(logprobs).map(tuple),
+        st.none() | prompt_logprobs(),
     ),
     st.builds(RequestError, ids, st.text(), st.text()),
     progress,

@@ -15,7 +15,16 @@ from typing import NoReturn, get_args
 import pytest
 
 from sarathi_pp.core.draw_rules import Failure
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult
+from sarathi_pp.core.plan import (
+    Chunk,
+    ChunkLogprobs,
+    MicroBatch,
+    SampledToken,
+    SamplingRow,
+    Scored,
+    StageTime,
+    StepResult,
+)
 from sarathi_pp.errors import InputError, ProtocolError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.input_format import choose_format
@@ -90,7 +99,7 @@ MUTATIONS: tuple[Callable[[random.Random, bytearray, Sequence[bytes]], None], ..
 
 ROW = SamplingRow(130, 0.7, 5, 0.9, 0.0, 7)
 CHUNKS = (
-    Chunk(3, 0, 128, 2, False, (5, 6), (9, 10), None),
+    Chunk(3, 0, 128, 2, False, (5, 6), (9, 10), None, scored=Scored(129, 131, 1, 7)),
     Chunk(1, 2, 129, 1, True, (4,), (), ROW),
     Chunk(2, 0, 0, 3, False, (1, 2, 3), (0,), ROW),
 )
@@ -98,6 +107,7 @@ FRAMES = (
     codec.MicroBatchFrame(MicroBatch(7, CHUNKS, (4, 5), 1.5), (StageTime(7, 0.25),), ((3, 0),)),
     codec.MicroBatchFrame(MicroBatch(0, (), (2,), 0.0)),
     StepResult(7, (SampledToken(1, 2, 99), SampledToken(2, 0, 0, Failure.NOT_FINITE, 1)), (StageTime(6, 0.5),)),
+    StepResult(8, (), (StageTime(6, 0.5),), False, (ChunkLogprobs(3, 0, 129, 1, (-1.0, -2.0), (5, 6), (-0.5, -0.7)),)),
     codec.HeadFrame(7, 3, (StageTime(7, 0.25),), ((3, 0),)),
     codec.Heartbeat(12, True),
     codec.Fragment(True),

@@ -468,6 +468,33 @@ def test_a_long_line_without_an_end_is_read_once():
         assert time.monotonic() - began_s < patient(3 * 3.0)
 
 
+def echo_line(**keys):
+    body = {"prompt": "p", "echo": True, **keys}
+    return json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+
+
+def test_a_completion_may_repeat_its_prompt():
+    assert parse(echo_line()).echo and parse(echo_line(logprobs=1)).overrides == {"logprobs": 1}
+    assert not parse(echo_line(echo=False)).echo and not parse(echo_line(echo=None)).echo
+
+
+@pytest.mark.parametrize(
+    "line, code, message",
+    [
+        (echo_line(echo=1), "invalid_parameter", "echo is 1; it must be true or false"),
+        (echo_line(prompt_logprobs=1), "invalid_parameter", "echo and prompt_logprobs are both given; keep one"),
+        (echo_line(logprobs_from=1), "invalid_parameter", "echo and logprobs_from are both given; keep one"),
+        (chat_line(echo=True), "unsupported_parameter", "remove echo, or use prompt_logprobs"),
+        (chat_line(prompt_logprobs=21), "invalid_parameter", "prompt_logprobs is 21; it must be an integer from 0 to"),
+        (chat_line(prompt_logprobs=True), "invalid_parameter", "prompt_logprobs is True; it must be an integer from"),
+        (chat_line(logprobs_from=-1), "invalid_parameter", "logprobs_from is -1; it must be an integer of at least 0"),
+    ],
+)
+def test_what_echoes_and_log_probabilities_of_prompts_refuse(line, code, message):
+    error = refused(line)
+    assert error.code == code and message in error.message
+
+
 @pytest.mark.parametrize(
     "keys, wanted",
     [

@@ -3,8 +3,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, SamplingRow, StageTime, StepResult, TokenLogprobs
+from sarathi_pp.core.plan import (
+    Chunk,
+    ChunkLogprobs,
+    MicroBatch,
+    SampledToken,
+    SamplingRow,
+    Scored,
+    StageTime,
+    StepResult,
+    TokenLogprobs,
+)
 from sarathi_pp.errors import ProtocolError
+from sarathi_pp.sampling_params import MOST_LOGPROBS
 from sarathi_pp.wire import codec
 from tests.thinning import examples
 
@@ -24,6 +35,7 @@ chunks = st.builds(
     st.none() | rows,
     st.booleans(),
     st.just(b"") | st.binary(min_size=1, max_size=40),
+    st.none() | st.builds(Scored, int64, int64, int64, int64),
 )
 microbatches = st.builds(
     MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals, st.booleans()
@@ -32,6 +44,16 @@ tops = st.lists(st.tuples(int64, reals), max_size=3).map(tuple)
 logprobs = st.none() | st.builds(TokenLogprobs, reals, tops)
 drawn = st.builds(SampledToken, int64, int64, int64, st.sampled_from(Failure), int64, logprobs)
 times = st.lists(st.builds(StageTime, st.integers(0, 2**53), reals), max_size=8).map(tuple)
+
+
+@st.composite
+def scores(draw):
+    num_top, own = draw(st.integers(0, 3)), draw(st.lists(reals, max_size=3).map(tuple))
+    most = len(own) * num_top
+    top_ids, tops = (draw(st.lists(one, min_size=most, max_size=most).map(tuple)) for one in (int64, reals))
+    return ChunkLogprobs(draw(int64), draw(int64), draw(int64), num_top, own, top_ids, tops)
+
+
 bad = st.lists(st.tuples(int64, int64), max_size=3).map(tuple)
 frames = st.one_of(
     st.builds(codec.MicroBatchFrame, microbatches, times, bad, st.booleans()),
@@ -41,6 +63,7 @@ frames = st.one_of(
         st.lists(drawn, max_size=5).map(tuple),
         times,
         st.booleans(),
+        st.lists(scores(), max_size=3).map(tuple),
     ),
     st.builds(codec.HeadFrame, st.integers(0, 2**62), st.integers(0, 2**31), times, bad, st.booleans()),
     st.builds(codec.Heartbeat, st.integers(0, 2**62), st.booleans()),
@@ -131,10 +154,20 @@ def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages
     row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)
     rules = b"x" * (MOST_MICROBATCH_BYTES // count)
     parts = tuple(
-        Chunk(i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row, rules=rules)
+        Chunk(
+            i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row, rules=rules, scored=Scored(1, n, 2, 3)
+        )
         for i, n in enumerate(lengths)
     )
     microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
     head = codec.encode(codec.MicroBatchFrame(microbatch, (StageTime(0, 0.0),) * stages), 0)
     bound = codec.max_frame_bytes(max_tokens=max_tokens, max_seqs=max_seqs, page_size=page_size, num_stages=stages)
     assert len(head) <= bound
+    tops = ((1, -0.5),) * MOST_LOGPROBS
+    tokens = tuple(SampledToken(i, 0, 1, logprobs=TokenLogprobs(-0.5, tops)) for i in range(count))
+    found = tuple(
+        ChunkLogprobs(i, 0, 1, MOST_LOGPROBS, (-0.5,) * n, (1,) * n * MOST_LOGPROBS, (-0.5,) * n * MOST_LOGPROBS)
+        for i, n in enumerate(lengths)
+    )
+    result = StepResult(2**40, tokens, (StageTime(0, 0.0),) * stages, prompt_logprobs=found)
+    assert len(codec.encode(result, 0)) <= bound

@@ -35,7 +35,7 @@ from sarathi_pp.errors import PolicyError
 StopRule = Callable[[Request, int], bool]
 
 
-_BY_ARRIVAL = operator.attrgetter("sequence.index")
+_BY_ARRIVAL = operator.attrgetter("sequence.order")
 # Make a named tuple from its fields in order. Calling its class takes twice as long.
 _new = tuple.__new__
 # Number of latest finished requests whose lengths policies see.
@@ -98,6 +98,7 @@ class Coordinator:
         self._rows: dict[int, Row] = {}  # of the microbatches whose times may still come
         self._freed: list[int] = []
         self._next_index = 0
+        self._num_submitted = 0
 
     @property
     def num_waiting(self) -> int:
@@ -141,7 +142,8 @@ class Coordinator:
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
         if self._gets_no_output(request) and request.sampling.prompt_logprobs is None:
             return Completion(request, (), "length")
-        self._waiting.append(Sequence(request))
+        self._waiting.append(Sequence(request, self._num_submitted))
+        self._num_submitted += 1
         self._waiting_tokens += num_prompt
         return None
 
@@ -461,7 +463,7 @@ class Coordinator:
         while self.pool.num_free < need:
             if sequence.index not in self._running:
                 return False
-            victim = max(self._running.values(), key=lambda running: running.index)
+            victim = max(self._running.values(), key=lambda running: running.order)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -482,7 +484,7 @@ class Coordinator:
         self._leave(sequence)
         sequence.restart()
         self._waiting_tokens += sequence.known
-        place = sum(1 for waiting in self._waiting if waiting.index < sequence.index)
+        place = sum(1 for waiting in self._waiting if waiting.order < sequence.order)
         self._waiting.insert(place, sequence)
 
     def _issue_decode(self, sequence: Sequence, new_pages: tuple[int, ...]) -> Chunk:

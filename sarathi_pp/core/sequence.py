@@ -24,6 +24,10 @@ from sarathi_pp.core.request import Request
 class Sequence:
     """The tokens of one request, its three cursors and its KV pages.
 
+    Args:
+        order: number of sequences that were submitted before. The oldest sequence goes first, and the newest one loses
+            its pages first. The index is only a name: it need not grow with the arrivals.
+
     Attributes:
         draw: the fields of a SamplingRow, except the position.
         rules: DrawRules as bytes; empty if the request has none.
@@ -37,6 +41,7 @@ class Sequence:
     __slots__ = (
         "request",
         "index",
+        "order",
         "num_prompt",
         "draw",
         "rules",
@@ -50,9 +55,10 @@ class Sequence:
         "pages",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, order: int) -> None:
         self.request = request
         self.index = request.index
+        self.order = order
         self.num_prompt = len(request.prompt_token_ids)
         params = request.sampling
         assert params.seed is not None, "requests carry a concrete seed"

@@ -156,7 +156,8 @@ class Rerun:
         """
         start = timeline.stages[0].start
         policy = parse_recorded(start.policy)
-        ended = sorted(timeline.finished, key=lambda request: request.index)
+        order = {request.index: place for place, request in enumerate(timeline.arrived)}
+        ended = sorted(timeline.finished, key=lambda request: order.get(request.index, request.index))
         answered = [r for r in ended if r.finish_reason != "error" and r.first_issue_s is not None]
         unfinished = len(ended) < len(timeline.arrived) or any(stage.end is None for stage in timeline.stages)
         if not answered or unfinished or policy is None or not _were_computed(answered, timeline):

@@ -409,12 +409,12 @@ def test_a_stale_result_is_dropped_even_when_its_sequence_runs_again():
     assert list(restarted.tokens[restarted.num_prompt :]) == [5]
 
 
-def test_requests_that_come_behind_later_ones_start_with_them():
+def test_requests_run_in_the_order_in_which_they_came_whatever_their_names():
     """The rows of a lost replica come this way."""
     coordinator = Coordinator(Limits(1, 16, 4, 64, 4, 16, 1), make_policy("sarathi"))
     for index in (5, 3, 4):
         coordinator.submit(Request(index, (1, 2), SamplingParams(max_new_tokens=1, seed=0)))
-    assert str(coordinator.next_microbatch()) == "m0[s3:0+2 s4:0+2 s5:0+2]"
+    assert str(coordinator.next_microbatch()) == "m0[s5:0+2 s3:0+2 s4:0+2]"
 
 
 def test_a_stop_token_ends_an_output_as_the_end_token_does():
@@ -506,3 +506,25 @@ def test_stages_that_bring_no_log_probabilities_leave_them_out():
     coordinator.next_microbatch()
     (done,) = coordinator.complete(StepResult(0, (SampledToken(0, 0, 5),)))
     assert done.logprobs is None
+
+
+@given(st.permutations([0, 1, 2, 1 << 32, (1 << 32) + 1, 5 << 32]))
+@settings(max_examples=examples(30))
+def test_the_newest_request_is_preempted_and_the_oldest_continues_whatever_their_names(names):
+    """9 pages of 4 tokens are too few for six requests of 16 tokens, so all but the first ones lose their pages."""
+    limits = Limits(1, 32, 6, 32, 4, 9, 1)
+    coordinator, pipeline = Coordinator(limits, make_policy("sarathi")), StandInPipeline(limits)
+    for name in names:
+        coordinator.submit(Request(name, (1,) * 4, SamplingParams(max_new_tokens=12, ignore_eos=True, seed=0)))
+    ended, running = [], set()
+    while coordinator.unfinished:
+        microbatch = coordinator.next_microbatch()
+        here = [chunk.sequence for chunk in microbatch.chunks]
+        assert not running or min(running, key=names.index) in here, "the oldest request always continues"
+        running = set(coordinator._running)
+        oldest_waiting = min((names.index(waiting.index) for waiting in coordinator._waiting), default=6)
+        assert all(names.index(name) < oldest_waiting for name in running), "a newer request keeps its pages"
+        ended += [done.request.index for done in coordinator.complete(pipeline.run(microbatch))]
+        running &= set(coordinator._running)
+    assert coordinator.num_preemptions > 0
+    assert ended == list(names)

@@ -48,11 +48,11 @@ SPOILT = {
     "an overlap below zero": (lambda grants, view: first(grants, overlap=-1), "with an overlap of -1"),
     "twice": (lambda grants, view: [*grants, grants[0]._replace(num_tokens=1)], "twice; a sequence has one grant"),
     "a stranger": (
-        lambda grants, view: [Grant(Sequence(Request(99, (1,) * 5, PARAMS)), 1)],
+        lambda grants, view: [Grant(Sequence(Request(99, (1,) * 5, PARAMS), 99), 1)],
         "it may grant only sequences of its view",
     ),
     "a copy": (
-        lambda grants, view: [Grant(Sequence(Request(grants[0].sequence.index, (1,) * 5, PARAMS)), 1)],
+        lambda grants, view: [Grant(Sequence(Request(grants[0].sequence.index, (1,) * 5, PARAMS), 0), 1)],
         "it may grant only sequences of its view",
     ),
 }

@@ -30,7 +30,7 @@ def request(index: int, prompt: int, new: int = 4, ends: tuple[int, ...] = ()) -
 
 
 def sequence(index: int, prompt: int, issued: int = 0) -> Sequence:
-    made = Sequence(request(index, prompt))
+    made = Sequence(request(index, prompt), index)
     made.issued = issued
     return made
 
@@ -413,7 +413,7 @@ def test_chunkllm_a_decode_never_overlaps():
 @given(st.integers(1, 60), st.floats(0, 0.3), st.sets(st.integers(1, 200)), st.integers(0, 199))
 @settings(max_examples=examples(40))
 def test_chunkllm_chunks_stay_within_the_threshold_and_the_overlap_within_its_share(threshold, overlap, ends, issued):
-    made = Sequence(request(0, 200, ends=tuple(sorted(ends))))
+    made = Sequence(request(0, 200, ends=tuple(sorted(ends))), 0)
     made.issued = issued
     grant = ChunkLLM(threshold=threshold, overlap=overlap)._chunk(made, WIDE)
     assert 1 <= grant.num_tokens <= made.remaining and 0 <= grant.overlap <= issued

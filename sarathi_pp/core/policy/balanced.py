@@ -134,7 +134,7 @@ class _Burst(NamedTuple):
 
     Attributes:
         tokens: prompt tokens that were left to compute when the burst was largest.
-        last: index of the last request that belongs to it.
+        last: order of the last sequence that belongs to it.
     """
 
     tokens: int
@@ -232,10 +232,10 @@ def _burst(view: View, at_hand: int, before: _Cycle | None) -> _Burst | None:
     if not prompts:
         return None
     burst = before.burst if before is not None and before.prompts else None
-    if burst is not None and prompts[0].index > burst.last:
+    if burst is not None and prompts[0].order > burst.last:
         burst = None
     if len(prompts) >= view.num_past_prompt:
-        return _Burst(max(at_hand, burst.tokens if burst else 0), prompts[-1].index)
+        return _Burst(max(at_hand, burst.tokens if burst else 0), prompts[-1].order)
     return burst
 
 

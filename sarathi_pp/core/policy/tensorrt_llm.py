@@ -37,7 +37,7 @@ class TensorRTLLM(Policy):
 
     def pick(self, view: View) -> list[Grant]:
         paused = [s for s in view.running.values() if s.remaining and s.done == s.issued]
-        chosen = sorted((*paused, *view.waiting), key=lambda sequence: sequence.index)[: view.limits.max_decodes]
+        chosen = sorted((*paused, *view.waiting), key=lambda sequence: sequence.order)[: view.limits.max_decodes]
         budget = self.max_tokens(view.limits)
         decodes = [Grant(sequence, 1) for sequence in chosen if sequence.decoding][:budget]
         prompts = [sequence for sequence in chosen if not sequence.decoding]

@@ -21,7 +21,7 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 @dataclass(frozen=True, slots=True)
 class VLLM(Policy):
     def pick(self, view: View) -> list[Grant]:
-        in_order = sorted((*view.prefills, *view.decodes), key=lambda sequence: sequence.index)
+        in_order = sorted((*view.prefills, *view.decodes), key=lambda sequence: sequence.order)
         return fill((*in_order, *view.waiting), view.limits.chunk_size)
 
     def max_tokens(self, limits: Limits) -> int:

@@ -14,7 +14,6 @@ SAMPLING_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_token
 # Unsupported sampling parameters of other engines, each with the values that have no effect. They are accepted with
 # these values and with None.
 UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
@@ -28,6 +27,7 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
 MOST_BIAS = 100.0
 MOST_BIASED_TOKENS = 1024
 MOST_LOGPROBS = 20
+MOST_CHOICES = 128
 # Each token of a sequence takes memory for as many tokens. Longer ones hardly ever repeat.
 _LONGEST_NGRAM = 64
 _MOST_STOP_TOKENS = 1024
@@ -55,7 +55,12 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "eta_cutoff": (0, _MOST_BELOW_1, "a number in [0, 1)"),
 }
 # The most of integers of SamplingParams that have a limit.
-_COUNTS = {"no_repeat_ngram_size": _LONGEST_NGRAM, "logprobs": MOST_LOGPROBS, "prompt_logprobs": MOST_LOGPROBS}
+_COUNTS = {
+    "no_repeat_ngram_size": _LONGEST_NGRAM,
+    "logprobs": MOST_LOGPROBS,
+    "prompt_logprobs": MOST_LOGPROBS,
+    "n": MOST_CHOICES,
+}
 _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 # Lists of token ids, and the most ids in each.
 _TOKEN_LISTS = {
@@ -108,9 +113,10 @@ class SamplingParams:
             They are of the model's own logits, before any other parameter. None: no log probabilities.
         prompt_logprobs: the same for each token of the prompt, given the tokens before it. Token 0 has none.
         logprobs_from: position of the first prompt token of prompt_logprobs, from 0.
+        n: number of outputs, which are sampled with different seeds. 1 to 128. More than 1 needs a temperature above 0.
 
     `max_tokens` is another name for max_new_tokens, and `min_tokens` for min_new_tokens. Parameters of other engines
-    are taken with a value that changes nothing, such as `n=1`.
+    are taken with a value that changes nothing, such as `best_of=1`.
 
     Raises:
         RowError: `invalid_parameter`, with the field, its value and the legal range.
@@ -146,6 +152,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_from: int = 0
+    n: int = 1
 
     def __init__(
         self,
@@ -179,18 +186,17 @@ class SamplingParams:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         logprobs_from: int = 0,
+        n: int = 1,
         max_tokens: int = _ABSENT,
         min_tokens: int = _ABSENT,
         **others: Never,
     ) -> None:
-        most, least = _checked_names((max_new_tokens, max_tokens), (min_new_tokens, min_tokens), others)
-        first = (most, temperature, top_k, top_p, min_p, seed, stop, ignore_eos, skip_special_tokens)
-        penalties = (presence_penalty, frequency_penalty, repetition_penalty, no_repeat_ngram_size)
-        banned = (logit_bias, allowed_token_ids, bad_words, bad_words_ids, suppress_tokens, begin_suppress_tokens)
-        later = (least, min_length, stop_token_ids, include_stop_str_in_output, typical_p, epsilon_cutoff, eta_cutoff)
-        values = (*first, *penalties, *banned, *later, logprobs, prompt_logprobs, logprobs_from)
-        for one, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, one.name, _legal(one, value))
+        given = dict(locals())  # all arguments by name
+        _refuse_others(others)
+        given["max_new_tokens"] = _given_once("max_new_tokens", max_new_tokens, max_tokens)
+        given["min_new_tokens"] = _given_once("min_new_tokens", min_new_tokens, min_tokens)
+        for one in fields(self):
+            object.__setattr__(self, one.name, _legal(one, given[one.name]))
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -254,23 +260,10 @@ def _limited(name: str, value: object) -> object:
         return 0 if value else None
     if name == "prompt_logprobs" and value is False:  # vLLM takes it for None
         return None
-    legal = is_count(value) and value <= _COUNTS[name]  # type: ignore[operator]
-    _require(legal, name, value, f"an integer from 0 to {_COUNTS[name]}")
+    least, most = int(name == "n"), _COUNTS[name]
+    legal = is_count(value) and least <= value <= most  # type: ignore[operator]
+    _require(legal, name, value, f"an integer from {least} to {most}")
     return value
-
-
-def _checked_names(most: tuple[int, int], least: tuple[int, int], others: Mapping[str, object]) -> tuple[int, int]:
-    """Return max_new_tokens and min_new_tokens.
-
-    Args:
-        most, least: the values of both, each under its two names.
-        others: arguments that SamplingParams does not have.
-
-    Raises:
-        ConfigError: both names of a parameter are given, or an argument that has an effect does not exist.
-    """
-    _refuse_others(others)
-    return _given_once("max_new_tokens", *most), _given_once("min_new_tokens", *least)
 
 
 def _given_once(name: str, value: int, other: int) -> int:

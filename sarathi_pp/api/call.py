@@ -12,6 +12,7 @@ from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.answer_message import read_answer
+from sarathi_pp.outputs.finished_row import EndedRequest, RowCollector, row_error
 from sarathi_pp.process.call_thread import Call
 from sarathi_pp.text.tokenizer import Tokenizer
 
@@ -25,12 +26,16 @@ class Answers:
     Args:
         lines: the prompts of the call, in order.
         tokenizer: turns output tokens into text.
+
+    Attributes:
+        num_ended: number of requests that have ended. A prompt with n outputs is n requests.
     """
 
     def __init__(self, lines: Sequence[ParsedLine], tokenizer: Tokenizer) -> None:
         self._lines = lines
         self._tokenizer = tokenizer
         self._queue: SimpleQueue[RequestOutput | None] = SimpleQueue()
+        self._collector = RowCollector()
         self._first_line = 0
         self.num_ended = 0
 
@@ -38,38 +43,48 @@ class Answers:
         """Store the line number of the first prompt, from which `index` in the answers counts.
 
         Args:
-            rows: one row per prompt, in order.
+            rows: the rows of all prompts, in order.
         """
         self._first_line = rows[0].line if rows else 0
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        text, message = self._tokenizer.finish(completion), read_answer(row, completion, self._tokenizer)
-        parts = () if message is None else (message.content, message.reasoning, message.tool_calls)
-        output = CompletionOutput(text, completion.token_ids, completion.finish_reason, completion.logprobs, *parts)
-        found = completion.prompt_logprobs
-        self._put(row, (output,), None, metrics, None if found is None else tuple(found.by_token()))
+        self._add(EndedRequest(row, completion, metrics))
 
     def fail(self, row: Row, error: RowError) -> None:
-        self._put(row, (), error, {})
+        self._add(EndedRequest(row, error=error))
 
     def close(self) -> None:
         """Signal to the reader that no answer follows."""
         self._queue.put(None)
+
+    def _add(self, ended: EndedRequest) -> None:
+        if choices := self._collector.add(ended):
+            error = row_error(choices)
+            outputs = () if error is not None else tuple(map(self._output, choices))
+            found = choices[0].completion.prompt_logprobs if choices[0].completion is not None else None
+            self._put(choices[0].row, outputs, error, None if found is None else tuple(found.by_token()))
+        self.num_ended += 1
+
+    def _output(self, ended: EndedRequest) -> CompletionOutput:
+        one, metrics = ended.completion, dict(ended.metrics or {})
+        assert one is not None, "a failed choice fails its prompt"
+        text, message = self._tokenizer.finish(one), read_answer(ended.row, one, self._tokenizer)
+        parts = (None, None, ()) if message is None else (message.content, message.reasoning, message.tool_calls)
+        return CompletionOutput(text, one.token_ids, one.finish_reason, one.logprobs, *parts, metrics)
 
     def _put(
         self,
         row: Row,
         outputs: tuple[CompletionOutput, ...],
         error: RowError | None,
-        metrics: Mapping[str, object],
-        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None,
     ) -> None:
         index = row.line - self._first_line
+        metrics = outputs[0].metrics if outputs else {}
         token_ids = tuple(row.request.prompt_token_ids) if row.request else ()
         prompt = self._lines[index].prompt
         number = str(row.line - 1)
         self._queue.put(RequestOutput(prompt, token_ids, outputs, error, dict(metrics), index, number, prompt_logprobs))
-        self.num_ended += 1
 
     def until_end(self, call: Call[None]) -> Iterator[RequestOutput]:
         """Yield each answer when it is complete, until the call has ended."""

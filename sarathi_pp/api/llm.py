@@ -395,12 +395,12 @@ class LLM:
         """Run one call, in the thread that runs all calls."""
         assert self._answering is not None, "only rank 0 answers"
         try:
-            rows = []
+            rows: list[Row] = []
             for line, each in zip(lines, params, strict=True):
                 self._check_going_on(call)
-                rows.append(self._row(self._answering.maker, line, each))
+                rows += self._row(self._answering.maker, line, each).choices()
             answers.start(rows)
-            with self._terminal.calling(len(rows), shown=shown):
+            with self._terminal.calling(len(lines), shown=shown):
                 driver = self._answering.driver
                 driver.report_progress()
                 driver.run(MemorySource(rows), answers, _Calling(self, call))

@@ -22,6 +22,7 @@ class CompletionOutput:
             parameters ask for them.
         content, reasoning, tool_calls: parts of the text of an answer to `chat`, if the tokenizer has a response
             template. Otherwise None and no calls.
+        metrics: latencies of this output in seconds, by name, such as `ttft_s`. None for times that do not exist.
     """
 
     text: str | None
@@ -31,6 +32,7 @@ class CompletionOutput:
     content: str | None = None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    metrics: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,9 @@ class RequestOutput:
     Args:
         prompt: text of the prompt. None for token ids and conversations.
         prompt_token_ids: ids of the prompt. Empty if the prompt cannot run.
-        outputs: one output. Empty if the prompt cannot run.
-        error: the reason why the prompt cannot run. None if it ran.
-        metrics: latencies of this request in seconds, by name, such as `ttft_s`. None for times that do not exist.
+        outputs: `n` outputs, in the order of their numbers. Empty if the prompt cannot run, or if an output failed.
+        error: the reason why there is no output. None if there is one.
+        metrics: those of the first output. Empty if there is no output.
         index: position of the prompt in the call.
         request_id: number of the request since the LLM was made, as text.
         prompt_logprobs: log probability of each prompt token from `logprobs_from` on, and the likeliest tokens with

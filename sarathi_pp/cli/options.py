@@ -245,6 +245,7 @@ SAMPLING = OptionGroup(
     Option("--logprobs", type=int, metavar="N", help="Return log probabilities, and those of N likeliest tokens."),
     Option("--prompt-logprobs", type=int, metavar="N", help="The same for the tokens of prompts."),
     Option("--logprobs-from", type=int, help="Position of the first prompt token of --prompt-logprobs."),
+    Option("--n", type=int, metavar="N", help="Outputs of each prompt, each with another seed. Needs sampling."),
     Option("--bad-words", multiple=True, metavar="TEXT", help="Text to keep out of outputs. May be repeated."),
     Option(
         "--override-generation-config",

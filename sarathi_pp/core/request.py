@@ -24,8 +24,8 @@ class Request:
     """One prompt to continue.
 
     Attributes:
-        index: number in the order of arrival, unique in a run. It names the sequence in schedules and traces
-            (`s<index>`).
+        index: number that is unique in a run: the number of its input line minus 1, plus 2**32 for each earlier choice
+            of the same line. It names the sequence in schedules and traces (`s<index>`).
         prompt_token_ids: never empty. They are stored as an int32 array, 4 bytes per token, since thousands of long
             prompts may wait.
         sampling: sampling parameters. Their seed is a number, never None.

@@ -150,7 +150,7 @@ class Engine:
         self._starved: IdleReason | None = None
         self._started_s = clock.now()
         self._reported_s = self._started_s
-        self._requests_seen = self._requests_done = self._requests_failed = self._chunks_done = 0
+        self._requests_seen = self._requests_done = self._requests_failed = self._chunks_done = self._later_choices = 0
         self._prompt_tokens = self._output_tokens = self._tokens_computed = 0
         self._stage_compute_s = (0.0,) * limits.num_stages
         self._reported_compute_s = self._stage_compute_s
@@ -431,6 +431,7 @@ class Engine:
         num_prompt, num_output = len(request.prompt_token_ids), len(completion.token_ids)
         finished = live.times.finished(completion, at_s)
         self._recorder.record(finished)
+        self._later_choices += live.row.choice > 0
         if completion.finish_reason == "error":
             self._requests_failed += 1
             sink.fail(live.row, self._error(completion))
@@ -472,6 +473,7 @@ class Engine:
                 elapsed_s=now - self._started_s,
                 requests_done=self._requests_done,
                 requests_failed=self._requests_failed,
+                later_choices=self._later_choices,
                 running=self._coordinator.num_running,
                 waiting=self._coordinator.num_waiting,
                 prompt_tokens=self._prompt_tokens,

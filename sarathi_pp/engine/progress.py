@@ -17,6 +17,7 @@ class Progress:
 
     Args:
         elapsed_s: time since the run's start.
+        later_choices: ended requests that are not the first choice of their input line.
         running: number of requests that run at this moment, and so hold KV pages.
         waiting: number of requests that are read and have not started at this moment.
         prompt_tokens: prompt tokens of finished requests.
@@ -43,6 +44,7 @@ class Progress:
     stage_compute_s: tuple[float, ...]
     window_s: float
     kv_fragmentation: float | None
+    later_choices: int = 0
 
     @classmethod
     def nothing(cls, num_stages: int) -> Progress:
@@ -76,6 +78,7 @@ class Progress:
             elapsed_s=max(one.elapsed_s for one in replicas),
             requests_done=sum(one.requests_done for one in replicas),
             requests_failed=sum(one.requests_failed for one in replicas),
+            later_choices=sum(one.later_choices for one in replicas),
             running=sum(one.running for one in replicas),
             waiting=sum(one.waiting for one in replicas),
             prompt_tokens=sum(one.prompt_tokens for one in replicas),
@@ -91,7 +94,7 @@ class Progress:
     def since(self, earlier: Progress) -> Progress:
         """Return the progress from an earlier moment of the same run until now."""
         tokens = ("prompt_tokens", "output_tokens", "tokens_computed")
-        counts = ("requests_done", "requests_failed", *tokens, "chunks_done", "elapsed_s")
+        counts = ("requests_done", "requests_failed", "later_choices", *tokens, "chunks_done", "elapsed_s")
         computed_s = zip(self.stage_compute_s, earlier.stage_compute_s, strict=True)
         elapsed_s = self.elapsed_s - earlier.elapsed_s
         return replace(
@@ -100,6 +103,11 @@ class Progress:
             stage_compute_s=tuple(now_s - before_s for now_s, before_s in computed_s),
             window_s=min(self.window_s, elapsed_s),
         )
+
+    @property
+    def rows_ended(self) -> int:
+        """The number of input lines whose first choice has ended."""
+        return self.requests_done + self.requests_failed - self.later_choices
 
     @property
     def tokens_per_s(self) -> float:

@@ -32,6 +32,7 @@ _ALWAYS_KEYS = {
     "suppress_tokens": "suppress_tokens",
     "begin_suppress_tokens": "begin_suppress_tokens",
     "sequence_bias": "logit_bias",
+    "num_return_sequences": "n",
 }
 # Settings that a run follows.
 _HONOURED = ("do_sample", "max_length", "eos_token_id", *_ALWAYS_KEYS, *_SAMPLED_KEYS)
@@ -55,7 +56,6 @@ _TEXT_PARTS = ("decoder", "generator", "text_config")
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
     "max_time": (),
     "top_h": (),
     "encoder_repetition_penalty": (1,),

@@ -49,17 +49,18 @@ SAMPLING_KEYS = {
     "top_logprobs": "logprobs",
     "prompt_logprobs": "prompt_logprobs",
     "logprobs_from": "logprobs_from",
+    "n": "n",
+    "num_return_sequences": "n",
 }
 # Fields that are whole numbers. A program that exports tables may write 16 as 16.0, so this is accepted.
 WHOLE_NUMBERS = (
-    *("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size"),
+    *("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size", "n"),
     *("prompt_logprobs", "logprobs_from"),
 )
 # Keys that change how the prompt is rendered and tokenised.
 READING_KEYS = ("add_special_tokens", *CHAT_KEYS)
 # Keys with another name than the settings of generation_config.json that they switch off.
 SETTINGS = {
-    "n": ("num_return_sequences",),
     "use_beam_search": ("num_beams",),
 }
 # Keys for the caller's own records. They change no token.

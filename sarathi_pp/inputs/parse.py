@@ -8,7 +8,7 @@ A file is JSON Lines or plain text as a whole (`choose_format`). JSON Lines take
     OpenAI  {"custom_id", "method": "POST", "url": "/v1/chat/completions" | "/v1/completions", "body": {...}}
 
 A key with null counts as missing. An unsupported parameter of other engines may have the value that means "off"
-(`"n": 1`). With any other value it is the error `unsupported_parameter`. It is never ignored.
+(`"best_of": 1`). With any other value it is the error `unsupported_parameter`. It is never ignored.
 
 Other keys are the user's own, such as labels. They change nothing. The output line repeats them under `extra`, so that
 they cannot replace its other keys. A key that differs from a parameter only by a typing mistake is the error

@@ -58,6 +58,12 @@ class RequestMaker:
             RowError: the line cannot run.
         """
         sampling = self.defaults.params(parsed.overrides, parsed.switched_off)
+        if sampling.n > 1 and sampling.greedy:
+            raise RowError(
+                "invalid_parameter",
+                f"n is {sampling.n}, and at temperature 0 all outputs would be equal; it must be 1, or the temperature "
+                f"must be above 0",
+            )
         for what, texts in (("stop strings", sampling.stop), ("bad_words", sampling.bad_words)):
             if texts and not self.tokenizer.has_text:
                 raise RowError("no_tokenizer", f"{what} need the model's tokenizer files, which are missing")

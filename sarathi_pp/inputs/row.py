@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Literal
 
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import RowError
 
 Form = Literal["own", "openai-chat", "openai-completion"]
+# The index of a request grows by this with each choice of its input line.
+_NEXT_CHOICE = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,35 @@ class Row:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids) if self.request else 0
+
+    @property
+    def num_choices(self) -> int:
+        """Number of requests that share the input line, and its output line."""
+        return self.request.sampling.n if self.request else 1
+
+    @property
+    def choice(self) -> int:
+        """Number of this request among those of the input line, from 0."""
+        return self.request.index // _NEXT_CHOICE if self.request else 0
+
+    def choices(self) -> Iterator[Row]:
+        """Yield the row of each choice of the input line, this one first. They share the prompt's tokens."""
+        yield self
+        for choice in range(1, self.num_choices):
+            assert self.request is not None, "an error has one choice"
+            seed = self.request.sampling.seed
+            assert seed is not None, "requests carry a concrete seed"
+            sampling = replace(self.request.sampling, seed=choice_seed(seed, choice))
+            index = self.request.index + choice * _NEXT_CHOICE
+            yield replace(self, request=replace(self.request, index=index, sampling=sampling))
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of a choice: that of the input line for choice 0, otherwise a 63-bit hash of both numbers."""
+    if not choice:
+        return seed
+    digest = blake2b(f"{seed}/choice {choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def shorten(message: str) -> str:

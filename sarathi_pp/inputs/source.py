@@ -64,7 +64,7 @@ class FileSource:
     Args:
         maker: turns each parsed line into a request.
         clock: gives the arrival times.
-        capacity: most input lines that are read ahead. Reading also stops at MAX_WAITING_TOKENS of their prompts.
+        capacity: most requests that are read ahead. Reading also stops at MAX_WAITING_TOKENS of their prompts.
         request_rate: input lines per second. They arrive as a Poisson process drawn from the run's seed. If the rate is
             infinite, a line arrives when it is read.
         done: input lines that an earlier start has answered. They are left out.
@@ -180,7 +180,7 @@ class FileSource:
             if take_done(self._done, parsed):
                 continue
             drawn_s = next(self._arrivals, None)
-            yield self._row(parsed, self._clock.now() if drawn_s is None else drawn_s)
+            yield from self._row(parsed, self._clock.now() if drawn_s is None else drawn_s).choices()
 
     def _row(self, parsed: ParsedLine, arrival_s: float) -> Row:
         """Return the row of a parsed line.

@@ -55,9 +55,11 @@ def read_answer(row: Row, completion: Completion, tokenizer: Tokenizer) -> Answe
 
 
 def _call_id(row: Row, completion: Completion, place: int) -> str:
-    """Return the id of a call. It is the same if a run is repeated, and differs between the turns of a conversation.
+    """Return the id of a call. It is the same if a run is repeated.
+
+    It differs between the turns of a conversation, and between the choices of a line.
 
     Some chat templates, such as Mistral's, only take ids of nine letters and digits.
     """
-    tokens = array("i", (*completion.request.prompt_token_ids, *completion.token_ids, place))
+    tokens = array("i", (*completion.request.prompt_token_ids, *completion.token_ids, place, row.choice))
     return blake2b(tokens.tobytes(), key=id_key(row.id).to_bytes(8, "little")).hexdigest()[:9]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sarathi_pp.core.request import Completion
@@ -32,20 +32,50 @@ class OutputLines:
         """Return the line of an input line that has failed."""
         return _encoded(row, _error_record(row, error))
 
-    def of_answer(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> bytes:
-        """Return the line of an input line that has an answer.
+    def of_answers(self, row: Row, answers: Sequence[tuple[Completion, Mapping[str, object]]]) -> bytes:
+        """Return the line of an input line that has answers.
 
         Args:
-            metrics: see Sink.finish.
+            answers: completion and metrics (see Sink.finish) of each choice, in order.
         """
-        text, message = self.tokenizer.finish(completion), read_answer(row, completion, self.tokenizer)
-        if row.form == "own":
-            return _encoded(row, _own_record(row, completion, text, message, metrics))
-        is_echo = row.echo is not None
-        shown = openai_logprobs(completion, self.tokenizer, is_chat=row.form == "openai-chat", is_echo=is_echo)
+        if row.form != "own":
+            completions = [completion for completion, _ in answers]
+            choices = [self._choice(row, one) for one in completions]
+            return _encoded(row, _openai_record(row, completions, choices, self.model, self.created))
+        first = answers[0][0]
+        num_prompt, of_prompt = len(first.request.prompt_token_ids), own_prompt_logprobs(first)
+        if len(answers) == 1:
+            parts, counts = self._parts(row, first), {"num_prompt_tokens": num_prompt}
+            return _encoded(row, {"id": row.id, **parts, **counts, **_numbers(first), **of_prompt, "metrics": answers[0][1]})
+        outputs = [{**self._parts(row, one), **_numbers(one), "metrics": metrics} for one, metrics in answers]
+        return _encoded(row, {"id": row.id, "num_prompt_tokens": num_prompt, **of_prompt, "outputs": outputs})
+
+    def _parts(self, row: Row, completion: Completion) -> dict[str, object]:
+        """Return the text of an answer, its parts, its tokens and its end, in our own form."""
+        message = read_answer(row, completion, self.tokenizer)
+        return {
+            "text": self.tokenizer.finish(completion),
+            **(_message_keys(message) if message else {}),
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+        }
+
+    def _choice(self, row: Row, completion: Completion) -> dict[str, object]:
+        """Return the answer of one choice in OpenAI's form."""
+        chat, text = row.form == "openai-chat", self.tokenizer.finish(completion)
+        message = read_answer(row, completion, self.tokenizer)
+        logprobs = openai_logprobs(completion, self.tokenizer, is_chat=chat, is_echo=row.echo is not None)
         if row.echo is not None and text is not None:
             text = row.echo + text
-        return _encoded(row, _openai_record(row, completion, text, message, shown, self.model, self.created))
+        parts = {"content": text} if message is None else _message_keys(message)
+        calls = message is not None and message.tool_calls and completion.finish_reason == "stop"
+        return {
+            **({"message": {"role": "assistant", **parts}} if chat else {"text": text}),
+            "logprobs": logprobs,
+            # An echo shows them in its `logprobs`.
+            **({} if row.echo is not None and logprobs is not None else own_prompt_logprobs(completion)),
+            "finish_reason": "tool_calls" if calls else completion.finish_reason,
+        }
 
 
 def _encoded(row: Row, record: dict[str, object]) -> bytes:
@@ -71,24 +101,6 @@ def _error_record(row: Row, error: RowError) -> dict[str, object]:
     return {"id": f"batch_req_{row.line}", "custom_id": row.id, "response": None, "error": reason}
 
 
-def _own_record(
-    row: Row, completion: Completion, text: str | None, message: AnswerMessage | None, metrics: Mapping[str, object]
-) -> dict[str, object]:
-    logprobs = {} if completion.logprobs is None else {"logprobs": own_logprobs(completion)}
-    return {
-        "id": row.id,
-        "text": text,
-        **(_message_keys(message) if message else {}),
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": len(completion.request.prompt_token_ids),
-        "num_output_tokens": len(completion.token_ids),
-        **logprobs,
-        **own_prompt_logprobs(completion),
-        "metrics": metrics,
-    }
-
-
 def _message_keys(message: AnswerMessage) -> dict[str, object]:
     """Return the parts of a message. Reasoning and calls are left out if it has none."""
     reasoning = {} if message.reasoning is None else {"reasoning": message.reasoning}
@@ -96,43 +108,30 @@ def _message_keys(message: AnswerMessage) -> dict[str, object]:
     return {"content": message.content, **reasoning, **calls}
 
 
+def _numbers(completion: Completion) -> dict[str, object]:
+    """Return the number of output tokens, and their log probabilities."""
+    logprobs = {} if completion.logprobs is None else {"logprobs": own_logprobs(completion)}
+    return {"num_output_tokens": len(completion.token_ids), **logprobs}
+
+
 def _openai_record(
-    row: Row,
-    completion: Completion,
-    text: str | None,
-    message: AnswerMessage | None,
-    logprobs: object,
-    model: str,
-    created: int,
+    row: Row, completions: Sequence[Completion], choices: Sequence[dict[str, object]], model: str, created: int
 ) -> dict[str, object]:
     """Return an output line in OpenAI's form.
 
     Args:
-        message: the parts of the text; None if it has none.
-        logprobs: see `openai_logprobs`.
+        choices: the answers, one per completion.
         created: unix time at which the run started.
     """
-    num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
+    num_prompt = len(completions[0].request.prompt_token_ids)
+    num_output = sum(len(completion.token_ids) for completion in completions)
     chat = row.form == "openai-chat"
-    # An echo shows them in its `logprobs`.
-    of_prompt = {} if row.echo is not None and logprobs is not None else own_prompt_logprobs(completion)
-    parts = {"content": text} if message is None else _message_keys(message)
-    answer = {"message": {"role": "assistant", **parts}} if chat else {"text": text}
-    calls = message is not None and message.tool_calls and completion.finish_reason == "stop"
     body = {
         "id": f"chatcmpl-{row.line}" if chat else f"cmpl-{row.line}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [
-            {
-                "index": 0,
-                **answer,
-                "logprobs": logprobs,
-                **of_prompt,
-                "finish_reason": "tool_calls" if calls else completion.finish_reason,
-            },
-        ],
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,

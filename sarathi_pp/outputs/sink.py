@@ -14,12 +14,12 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import ConfigError, OutputError, PeerLostError, RowError
 from sarathi_pp.inputs.row import Row
+from sarathi_pp.outputs.finished_row import EndedRequest, RowCollector, row_error
 from sarathi_pp.outputs.journal import Journal, LateJournal, Start
 from sarathi_pp.outputs.output_line import OutputLines
 from sarathi_pp.text.tokenizer import Tokenizer
@@ -33,20 +33,6 @@ _QUEUE_ROWS = 4 * GROUP_ROWS
 
 class OutputClosedError(OutputError):
     """An output whose reader has left, as `| head` does. The run ends without a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    """An input line that has ended, with its completion or its error.
-
-    Attributes:
-        metrics: see `Sink.finish`.
-    """
-
-    row: Row
-    completion: Completion | None = None
-    metrics: Mapping[str, object] | None = None
-    error: RowError | None = None
 
 
 class Sink(Protocol):
@@ -110,30 +96,32 @@ class FileSink:
         model: the model's name for output lines in OpenAI's form.
 
     Attributes:
-        num_finished: number of synced lines with an answer.
-        num_failed: number of synced error lines.
+        num_finished: number of completions for synced lines.
+        num_failed: number of errors for synced lines. A line with one of each counts in both.
+        num_lines: number of synced lines.
+        num_error_lines: number of error lines among them.
     """
 
     def __init__(self, journal: Journal | LateJournal, *, tokenizer: Tokenizer, clock: Clock, model: str) -> None:
         self._journal = journal
         self._clock = clock
         self._lines = OutputLines(tokenizer, model, created=int(clock.wall()))
-        self._queue: queue.Queue[FinishedRow | None] = queue.Queue(_QUEUE_ROWS)
+        self._queue: queue.Queue[EndedRequest | None] = queue.Queue(_QUEUE_ROWS)
         self._failure: BaseException | None = None
         self._raised = False
         self._closed = False
         self._drained = False
-        self._unsynced = [0, 0]  # appended lines with an answer, and error lines
-        self.num_finished = 0
-        self.num_failed = 0
+        self._collector = RowCollector()
+        self._unsynced = [0, 0, 0, 0]  # completions, errors, lines and error lines that are appended
+        self.num_finished = self.num_failed = self.num_lines = self.num_error_lines = 0
         self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
         self._thread.start()
 
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
-        self._hand_over(FinishedRow(row, completion, metrics=metrics))
+        self._hand_over(EndedRequest(row, completion, metrics=metrics))
 
     def fail(self, row: Row, error: RowError) -> None:
-        self._hand_over(FinishedRow(row, error=error))
+        self._hand_over(EndedRequest(row, error=error))
 
     def close(self) -> None:
         """Write and sync the remaining lines, and close the file.
@@ -149,10 +137,10 @@ class FileSink:
         if not self._raised:
             self._raise_failure()
 
-    def _hand_over(self, finished: FinishedRow) -> None:
+    def _hand_over(self, ended: EndedRequest) -> None:
         assert not self._closed, "the sink is closed"
         self._raise_failure()
-        self._queue.put(finished)
+        self._queue.put(ended)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -182,48 +170,61 @@ class FileSink:
         sync_s = self._clock.now()
         while not self._drained:
             group = self._next_group(sync_s)
-            if group and not sum(self._unsynced):
+            whole = [choices for ended in group if (choices := self._collector.add(ended))]
+            if whole and not self._num_unsynced:
                 sync_s = self._clock.now() + GROUP_S
-            self._journal.append(b"".join(map(self._line, group)))
-            for finished in group:
-                self._unsynced[finished.error is not None] += 1
-            due = sum(self._unsynced) >= GROUP_ROWS or self._clock.now() >= sync_s
+            self._journal.append(b"".join(map(self._line, whole)))
+            for choices in whole:
+                self._count(choices)
+            due = self._num_unsynced and (self._num_unsynced >= GROUP_ROWS or self._clock.now() >= sync_s)
             if due or self._drained:
                 self._sync()
 
-    def _next_group(self, sync_s: float) -> list[FinishedRow]:
-        """Return the input lines in the queue, after waiting for at least one.
+    def _next_group(self, sync_s: float) -> list[EndedRequest]:
+        """Return the ended requests in the queue, after waiting for at least one.
 
-        Return no line if a sync is due before one comes, or if the sink is closed.
+        Return none if a sync is due before one comes, or if the sink is closed.
 
         Args:
             sync_s: time at which the next sync is due, if lines are not synced.
         """
-        left_s = max(0.0, sync_s - self._clock.now()) if sum(self._unsynced) else None
-        group: list[FinishedRow] = []
+        left_s = max(0.0, sync_s - self._clock.now()) if self._num_unsynced else None
+        group: list[EndedRequest] = []
         try:
-            finished = self._queue.get(timeout=left_s)
-            while finished is not None and len(group) < GROUP_ROWS - 1:
-                group.append(finished)
-                finished = self._queue.get_nowait()
+            ended = self._queue.get(timeout=left_s)
+            while ended is not None and len(group) < GROUP_ROWS - 1:
+                group.append(ended)
+                ended = self._queue.get_nowait()
         except queue.Empty:
             return group
-        if finished is not None:
-            group.append(finished)
-        self._drained = finished is None
+        if ended is not None:
+            group.append(ended)
+        self._drained = ended is None
         return group
 
     def _sync(self) -> None:
         self._journal.sync()
-        self.num_finished += self._unsynced[0]
-        self.num_failed += self._unsynced[1]
-        self._unsynced = [0, 0]
+        completed, failed, lines, error_lines = self._unsynced
+        self.num_finished += completed
+        self.num_failed += failed
+        self.num_lines += lines
+        self.num_error_lines += error_lines
+        self._unsynced = [0, 0, 0, 0]
 
-    def _line(self, finished: FinishedRow) -> bytes:
-        if finished.completion is None:
-            assert finished.error is not None, "a row ends with a completion or an error"
-            return self._lines.of_error(finished.row, finished.error)
-        return self._lines.of_answer(finished.row, finished.completion, finished.metrics or {})
+    @property
+    def _num_unsynced(self) -> int:
+        return self._unsynced[2]
+
+    def _count(self, choices: list[EndedRequest]) -> None:
+        failed = sum(one.error is not None for one in choices)
+        added = (len(choices) - failed, failed, 1, int(failed > 0))
+        self._unsynced = [before + number for before, number in zip(self._unsynced, added, strict=True)]
+
+    def _line(self, choices: list[EndedRequest]) -> bytes:
+        row, error = choices[0].row, row_error(choices)
+        if error is not None:
+            return self._lines.of_error(row, error)
+        return self._lines.of_answers(row, [(one.completion, one.metrics or {}) for one in choices if one.completion])
 
 
 def _stat(path: str | int) -> os.stat_result | None:

@@ -32,8 +32,8 @@ class ProgressDisplay:
     state is printed at the end.
 
     Args:
-        total: number of requests of the whole job. None: unknown, because the input is a stream.
-        done_before: number of the job's requests that earlier starts have finished.
+        total: number of input lines of the whole job. None: unknown, because the input is a stream.
+        done_before: number of the job's input lines that earlier starts have finished.
     """
 
     def __init__(self, console: Console, total: int | None, done_before: int = 0) -> None:
@@ -99,11 +99,11 @@ class ProgressDisplay:
         return line.append(f", {progress.running:,} running  {progress.tokens_per_s:,.0f} tokens/s")
 
     def _ended(self, progress: Progress) -> int:
-        return self._done_before + progress.requests_done + progress.requests_failed
+        return self._done_before + progress.rows_ended
 
     def _bubble_and_time(self, progress: Progress) -> list[str]:
         bubble = [f"bubble so far {mean(progress.bubble_ratios):.1%}"] if progress.bubble_ratios else []
-        ended_now = progress.requests_done + progress.requests_failed
+        ended_now = progress.rows_ended
         if not self._total or not ended_now:
             return bubble
         left = self._total - self._ended(progress)

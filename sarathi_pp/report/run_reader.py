@@ -26,7 +26,7 @@ _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 _NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
 _NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
 # Keys of an earlier report.json that are kept. They are known only at the end of a run.
-_ENDINGS = ("resumed", "stopped_by")
+_ENDINGS = ("resumed", "written", "stopped_by")
 
 
 @dataclass(frozen=True, slots=True)

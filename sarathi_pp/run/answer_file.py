@@ -26,7 +26,7 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
     """Answer every input line.
 
     Returns:
-        Facts for the report: the number of resumed lines, and the signal that stopped the run.
+        Facts for the report: the numbers of resumed and of written lines, and the signal that stopped the run.
     """
     checked, run, clock = rank.checked, rank.run, SystemClock()
     tokenizer = checked.tokenizer()
@@ -60,6 +60,7 @@ def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: 
     """
     counts = {"completed": sink.num_finished, "failed": sink.num_failed} if rank.run.replicas > 1 else {}
     return {
+        "written": {"rows": sink.num_lines, "failed": sink.num_error_lines},
         "resumed": {"rows": journal.done.num_rows, "failed": journal.done.num_errors},
         "stopped_by": Signal(asked.number).name if asked is not None else None,
         **counts,

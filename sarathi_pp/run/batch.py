@@ -241,15 +241,14 @@ def _show(report: dict[str, Any], options: BatchOptions, display: BatchDisplay) 
     """
     with suppress(StoppedError, KeyboardInterrupt):
         display.show(report)
-        resumed = report["resumed"]
-        counts = report.get("whole_run", report)
-        answered = resumed["rows"] + counts["completed"] + counts["failed"]
+        resumed, written = report["resumed"], report["written"]
+        answered = resumed["rows"] + written["rows"]
         if report["stopped_by"] is not None:
             total = count_total(options)
             done = "" if total is None else f": {answered:,} of {total:,} answered, {total - answered:,} left"
             display.warn(f"stopped by {report['stopped_by']}{done}; {options.how_to_resume}")
         elif not is_unkept(options.output_path):
-            failed = resumed["failed"] + counts["failed"]
+            failed = resumed["failed"] + written["failed"]
             errors = f" ({failed:,} of them errors)" if failed else ""
             display.say(f"{options.output_path}: {answered:,} answers{errors}")
             display.say(

@@ -147,7 +147,7 @@ def test_an_error_of_a_stage_names_the_argument() -> None:
     [
         ({"max_tokns": 3}, "SamplingParams has no argument 'max_tokns'; did you mean max_tokens?"),
         ({"zzz": 3}, "SamplingParams has no argument 'zzz'; help(sarathi_pp.SamplingParams) lists all"),
-        ({"n": 2}, "SamplingParams(n=2) is not supported yet; remove n"),
+        ({"best_of": 2}, "SamplingParams(best_of=2) is not supported yet; remove best_of"),
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_new_tokens and max_tokens are the same parameter"),
     ],
 )

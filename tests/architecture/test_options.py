@@ -85,6 +85,7 @@ SAMPLING_VALUES: dict[str, tuple[list[str], object]] = {
     "logprobs": (["--logprobs", "5"], 5),
     "prompt_logprobs": (["--prompt-logprobs", "5"], 5),
     "logprobs_from": (["--logprobs-from", "3"], 3),
+    "n": (["--n", "3"], 3),
     "bad_words": (["--bad-words", "a b", "--bad-words", "c"], ("a b", "c")),
 }
 # Options of one name with another meaning in this command, so that each has its own help.

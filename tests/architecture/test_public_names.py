@@ -23,7 +23,7 @@ GENERATE_OPTIONS = {
     *("--max-new-tokens", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--stop", "--ignore-eos"),
     *("--min-new-tokens", "--min-tokens", "--stop-token-ids", "--include-stop-str-in-output", "--bad-words"),
     *("--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--no-repeat-ngram-size", "--logprobs"),
-    *("--prompt-logprobs", "--logprobs-from"),
+    *("--prompt-logprobs", "--logprobs-from", "--n"),
     "--override-generation-config",
     "--default-chat-template-kwargs",
     *("--seed", "--request-rate", "--tbt-slo", "--dtype", "--device", "--attention", "--max-model-len"),

@@ -36,7 +36,7 @@ BAD: dict[str, Callable[[int], bytes]] = {
     "context_length_exceeded": lambda row: b'{"id": "r%d", "prompt_token_ids": %s}' % (row, str([3] * 65).encode()),
     "invalid_token_id": lambda row: b'{"id": "r%d", "prompt_token_ids": [3, 123456789]}' % row,
     "unknown_parameter": lambda row: b'{"id": "r%d", "prompt_token_ids": [3], "temprature": 1}' % row,
-    "unsupported_parameter": lambda row: b'{"id": "r%d", "prompt_token_ids": [3], "n": 2}' % row,
+    "unsupported_parameter": lambda row: b'{"id": "r%d", "prompt_token_ids": [3], "best_of": 2}' % row,
     "invalid_parameter": lambda row: b'{"id": "r%d", "prompt_token_ids": [3], "temperature": -1}' % row,
     "missing_required_parameter": lambda row: b'{"id": "r%d"}' % row,
     "no_tokenizer": lambda row: b'{"id": "r%d", "prompt": "text"}' % row,

@@ -93,7 +93,6 @@ def test_the_end_of_sequence_is_the_model_configs_where_no_other_file_is(tmp_pat
         {"forced_bos_token_id": 2},
         {"forced_eos_token_id": 2},
         {"top_h": 0.5},
-        {"num_return_sequences": 2},
         {"sequence_bias": [[[1], 2.0], [[1, 2], 2.0]]},
         {"sequence_bias": [[[1], 200.0]]},
     ],
@@ -482,3 +481,9 @@ def test_end_tokens_are_those_generate_stops_at(tmp_path):
     assert both() == (2, {2})
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token_id"}))
     assert both() == (None, set())
+
+
+def test_the_models_number_of_outputs_counts_unless_a_line_sets_another(tmp_path):
+    defaults = read(tmp_path, {"do_sample": True, "num_return_sequences": 3})
+    assert (defaults.params({}).n, defaults.params({"n": 1}).n, defaults.settings()["n"]) == (3, 1, 3)
+    assert defaults.with_command({"n": 2}).params({}).n == 2

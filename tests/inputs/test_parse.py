@@ -65,9 +65,9 @@ def test_an_id_is_echoed_with_its_type(name):
 
 
 def test_a_chat_batch_line():
-    parsed = parse(chat_line(max_completion_tokens=9, top_p=0.5, n=1, stream=False, user="u", logprobs=None))
+    parsed = parse(chat_line(max_completion_tokens=9, top_p=0.5, n=2, best_of=1, stream=False, user="u", logprobs=None))
     assert (parsed.id, parsed.form) == ("c1", "openai-chat")
-    assert parsed.overrides == {"max_new_tokens": 9, "top_p": 0.5}
+    assert parsed.overrides == {"max_new_tokens": 9, "top_p": 0.5, "n": 2}
 
 
 @pytest.mark.parametrize(("prompt", "ids"), [("once", None), ([4, 5], (4, 5))])
@@ -106,8 +106,11 @@ def test_text_parts_are_joined_and_other_parts_refused():
         ({"prompt": "a", "temprature": 1}, "unknown_parameter", "temprature"),
         ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, "invalid_parameter", "twice"),
         ({"prompt": "a", "id": 1, "custom_id": 1}, "invalid_parameter", "custom_id"),
-        ({"prompt": "a", "n": 2}, "unsupported_parameter", "n = 2"),
-        (chat_line(n=2), "unsupported_parameter", "n = 2"),
+        ({"prompt": "a", "n": 0}, "invalid_parameter", "n is 0; it must be an integer from 1 to 128"),
+        (chat_line(n=129), "invalid_parameter", "n is 129; it must be an integer from 1 to 128"),
+        ({"prompt": "a", "n": True}, "invalid_parameter", "n is True"),
+        ({"prompt": "a", "n": 2, "num_return_sequences": 2}, "invalid_parameter", "n is given twice"),
+        (chat_line(best_of=2), "unsupported_parameter", "best_of = 2"),
         (chat_line(stream=True), "unsupported_parameter", "stream"),
         (chat_line(tools=[{"type": "function"}]), "invalid_parameter", "tools[0].function"),
         (chat_line(logit_bias={"one": 5}), "invalid_parameter", "a key of logit_bias is 'one'"),
@@ -278,7 +281,7 @@ def test_a_line_switches_off_what_the_model_asks_for():
             assert parse({"prompt": "a", setting: value}).switched_off >= {setting}
             assert parse(chat_line(**{setting: value})).switched_off >= {setting}
         assert refused({"prompt": "a", setting: 77.5}).code == "unsupported_parameter"
-    assert parse({"prompt": "a", "n": 1}).switched_off == {"num_return_sequences"}
+    assert parse({"prompt": "a", "use_beam_search": False}).switched_off == {"num_beams"}
     assert parse({"prompt": "a", "num_beams": None}).switched_off == set(), "null is not given"
     assert refused({"prompt": "a", "num_beams": True}).code == "unsupported_parameter"
 
@@ -332,11 +335,11 @@ def test_a_summary_names_the_key_and_quotes_no_value(key):
     assert f'"{key}"' in said and "did you mean" in said and "secret" not in said
     said = read(chat_line(**{"a secret of \n the user": 1})).summary
     assert "secret" not in said and "unknown key" in said
-    assert "17" not in read({"prompt": "a", "n": 17}).summary
+    assert "17" not in read({"prompt": "a", "n": 177}).summary
 
 
 def test_an_error_carries_the_id_and_form_of_its_line():
-    parsed = read({**chat_line(n=2), "custom_id": "mine"})
+    parsed = read({**chat_line(n=0), "custom_id": "mine"})
     assert parsed.error is not None and (parsed.line, parsed.id, parsed.form) == (7, "mine", "openai-chat")
     assert read({"id": 4, "prompt": 5}).id == 4
     assert read(b"{").id == "7"

@@ -46,7 +46,9 @@ class OutputLines:
         num_prompt, of_prompt = len(first.request.prompt_token_ids), own_prompt_logprobs(first)
         if len(answers) == 1:
             parts, counts = self._parts(row, first), {"num_prompt_tokens": num_prompt}
-            return _encoded(row, {"id": row.id, **parts, **counts, **_numbers(first), **of_prompt, "metrics": answers[0][1]})
+            return _encoded(
+                row, {"id": row.id, **parts, **counts, **_numbers(first), **of_prompt, "metrics": answers[0][1]}
+            )
         outputs = [{**self._parts(row, one), **_numbers(one), "metrics": metrics} for one, metrics in answers]
         return _encoded(row, {"id": row.id, "num_prompt_tokens": num_prompt, **of_prompt, "outputs": outputs})
 

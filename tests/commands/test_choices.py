@@ -30,7 +30,6 @@ def shown(output: dict[str, Any]) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("shape", [("--stages", "2"), ("--stages", "1", "--replicas", "2")], ids=["stages", "replicas"])
 def test_choices_are_those_of_rows_with_their_seeds(shape, reference, tmp_path):
-    """Few KV pages, so that choices are preempted."""
     known = reference("llama")
     prompts = [prompt[:30] for prompt in known.prompts[:6]]
     rows = [

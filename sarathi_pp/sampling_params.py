@@ -9,6 +9,7 @@ from typing import Any, Never
 
 from sarathi_pp.errors import ConfigError, RowError
 from sarathi_pp.given_values import did_you_mean, is_count, is_int, is_real, plain
+from sarathi_pp.structured_outputs import StructuredOutputs
 
 SAMPLING_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 # Unsupported sampling parameters of other engines, each with the values that have no effect. They are accepted with
@@ -18,7 +19,6 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "structured_outputs": (),
     "guided_decoding": (),
     "truncate_prompt_tokens": (),
 }
@@ -114,6 +114,8 @@ class SamplingParams:
         prompt_logprobs: the same for each token of the prompt, given the tokens before it. Token 0 has none.
         logprobs_from: position of the first prompt token of prompt_logprobs, from 0.
         n: number of outputs, which are sampled with different seeds. 1 to 128. More than 1 needs a temperature above 0.
+        structured_outputs: grammar that the output must match: a mapping with one of the keys json, json_object, regex,
+            choice and grammar, and optionally start_after. It needs the extra `guided`. None: the output is free.
 
     `max_tokens` is another name for max_new_tokens, and `min_tokens` for min_new_tokens. Parameters of other engines
     are taken with a value that changes nothing, such as `best_of=1`.
@@ -153,6 +155,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_from: int = 0
     n: int = 1
+    structured_outputs: StructuredOutputs | None = None
 
     def __init__(
         self,
@@ -187,6 +190,7 @@ class SamplingParams:
         prompt_logprobs: int | None = None,
         logprobs_from: int = 0,
         n: int = 1,
+        structured_outputs: StructuredOutputs | Mapping[str, object] | None = None,
         max_tokens: int = _ABSENT,
         min_tokens: int = _ABSENT,
         **others: Never,
@@ -197,10 +201,13 @@ class SamplingParams:
         given["min_new_tokens"] = _given_once("min_new_tokens", min_new_tokens, min_tokens)
         for one in fields(self):
             object.__setattr__(self, one.name, _legal(one, given[one.name]))
-        self._check_lengths()
+        self._check_pairs()
 
-    def _check_lengths(self) -> None:
+    def _check_pairs(self) -> None:
+        """Raise RowError if two parameters exclude each other."""
         least, both = self.min_new_tokens, self.min_new_tokens and self.min_length
+        if self.structured_outputs is not None:
+            _require(not self.ignore_eos, "ignore_eos", True, "false with structured_outputs, whose grammar has an end")
         _require(not both, "min_length", self.min_length, f"0 if min_new_tokens is given, which is {least}")
 
     @property
@@ -232,8 +239,8 @@ def _legal(one: Field[Any], value: object) -> object:
         found = None if value is None and name == "allowed_token_ids" else _token_ids(name, value, _TOKEN_LISTS[name])
         _require(found != () or name != "allowed_token_ids", name, [], "a list of at least one token id")
         return found
-    if name in _LISTS:
-        return _LISTS[name](name, value)
+    if name in _CHECKS:
+        return _CHECKS[name](name, value)
     if value is not None and not isinstance(value, (int, float)):
         value = plain(value)
     if name in _RANGES:
@@ -352,8 +359,18 @@ def _stop(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)  # type: ignore[arg-type]
 
 
-# Lists other than those of token ids, each with its check.
-_LISTS = {"stop": _stop, "bad_words": _texts, "bad_words_ids": _sequences, "logit_bias": _biases}
+def _grammar(_: str, value: object) -> StructuredOutputs | None:
+    return None if value is None else StructuredOutputs.read(value)
+
+
+# Lists other than those of token ids, and the grammar, each with its check.
+_CHECKS = {
+    "stop": _stop,
+    "bad_words": _texts,
+    "bad_words_ids": _sequences,
+    "logit_bias": _biases,
+    "structured_outputs": _grammar,
+}
 
 
 def _refuse_others(others: Mapping[str, object]) -> None:

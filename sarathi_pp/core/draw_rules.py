@@ -33,8 +33,9 @@ class DrawRules:
     """The rules of one request. The defaults change nothing.
 
     A token's score starts as its logit in float32. The rules apply in this order, which is that of transformers:
-    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then all bans. Temperature, top-k, top-p and
-    min-p follow, and after them typical_p, epsilon_cutoff and eta_cutoff.
+    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then all bans. A grammar bans each token
+    that cannot continue it. Temperature, top-k, top-p and min-p follow, and after them typical_p, epsilon_cutoff and
+    eta_cutoff.
 
     Attributes:
         num_prompt: number of prompt tokens.
@@ -55,6 +56,9 @@ class DrawRules:
         eta_cutoff: see EtaLogitsWarper of transformers; 0 keeps every token.
         logprobs: number of the likeliest tokens whose log probabilities are wanted, besides that of the drawn one; None
             for no log probabilities.
+        grammar: grammar of the output, in a form of llguidance; empty for none. When it is complete, only
+            `end_token_ids` are allowed.
+        start_after: id of the output token after which the grammar begins; None for the start of the output.
     """
 
     num_prompt: int
@@ -73,6 +77,8 @@ class DrawRules:
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     logprobs: int | None = None
+    grammar: str = ""
+    start_after: int | None = None
 
     @property
     def edits(self) -> bool:
@@ -107,6 +113,8 @@ _DEFAULTS = {one.name: one.default for one in fields(DrawRules) if one.name != "
 
 def _is_legal(value: object, default: object) -> bool:
     """Return whether a value has the type of its field's default, and holds only finite numbers."""
+    if isinstance(default, str):
+        return isinstance(value, str)
     if default is None or isinstance(default, tuple):
         return (isinstance(value, tuple) and _holds_numbers(value)) or (default is None and isinstance(value, int))
     return _holds_numbers((value,)) and not (isinstance(default, int) and isinstance(value, float))

@@ -14,13 +14,19 @@ from __future__ import annotations
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.drawing.draw import Edits
+from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.drawing.history import Edit, History
 
 
 class Drawer:
-    """The histories of the sequences that have rules. A run without rules has none."""
+    """The histories of the sequences that have rules. A run without rules has none.
 
-    def __init__(self) -> None:
+    Args:
+        grammars: makes the guides of sequences with a grammar.
+    """
+
+    def __init__(self, grammars: GrammarThread | None = None) -> None:
+        self._grammars = grammars
         self._histories: dict[int, History] = {}
 
     def prepare(self, microbatch: MicroBatch) -> Edits:
@@ -37,10 +43,16 @@ class Drawer:
         num_drawn = 0
         for chunk in microbatch.chunks:
             if chunk.rules:
-                histories[chunk.sequence] = History(DrawRules.from_bytes(chunk.rules))
+                histories[chunk.sequence] = self._history(DrawRules.from_bytes(chunk.rules))
             if histories and (history := histories.get(chunk.sequence)) is not None:
                 history.extend(chunk.start, chunk.token_ids)
                 if chunk.sampling is not None:
                     edits[num_drawn] = history.edit()
             num_drawn += chunk.sampling is not None
         return edits
+
+    def _history(self, rules: DrawRules) -> History:
+        if not rules.grammar:
+            return History(rules)
+        assert self._grammars is not None, "a stage with a model has its directory"
+        return History(rules, self._grammars.guide(rules))

@@ -44,6 +44,10 @@ def _edited(scores: Tensor, edits: Sequence[Edit]) -> Tensor:
             kept = score[allowed]
             score.fill_(BANNED)
             score[allowed] = kept
+        if edit.mask is not None:
+            mask = edit.mask.result()[: len(score)]
+            score[len(mask) :] = BANNED
+            score[: len(mask)].masked_fill_(_to(~mask, score), BANNED)
     rows = np.repeat(np.arange(len(edits)), [len(edit.banned) for edit in edits])
     if len(rows):
         banned = np.concatenate([edit.banned for edit in edits])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.drawing.grammar import Guide, Mask
 
 _LEAST_ROOM = 256
 
@@ -22,19 +24,26 @@ class Edit:
         seen: tokens that the penalties concern.
         counts: for each of them, how often it is in the output.
         banned: tokens that must not be drawn.
+        mask: tokens that the grammar allows; None without a grammar, or before it begins.
     """
 
     rules: DrawRules
     seen: NDArray[np.int64]
     counts: NDArray[np.int64]
     banned: NDArray[np.int64]
+    mask: Future[Mask] | None = None
 
 
 class History:
-    """The tokens of one sequence. Taking a token takes constant time, whatever the length."""
+    """The tokens of one sequence. Taking a token takes constant time, whatever the length.
 
-    def __init__(self, rules: DrawRules) -> None:
+    Args:
+        guide: the grammar of the output; None without one.
+    """
+
+    def __init__(self, rules: DrawRules, guide: Guide | None = None) -> None:
         self._rules = rules
+        self._guide = guide
         self._tokens: list[int] = []
         self._places: dict[int, int] = {}  # of each token in the next two arrays
         self._seen = np.empty(_LEAST_ROOM, np.int64)
@@ -57,13 +66,15 @@ class History:
         """Return the changes of the scores for the next token."""
         used = len(self._places)
         banned = self._always_banned | self._banned_now()
-        return Edit(
-            self._rules, self._seen[:used].copy(), self._counts[:used].copy(), np.array(sorted(banned), np.int64)
-        )
+        seen, counts = self._seen[:used].copy(), self._counts[:used].copy()
+        mask = None if self._guide is None else self._guide.next_mask()
+        return Edit(self._rules, seen, counts, np.array(sorted(banned), np.int64), mask)
 
     def _add(self, token: int) -> None:
         rules, is_output = self._rules, len(self._tokens) >= self._rules.num_prompt
         self._tokens.append(token)
+        if self._guide is not None and is_output:
+            self._guide.add(token)
         if rules.repetition_penalty != 1 or (is_output and (rules.frequency_penalty or rules.presence_penalty)):
             self._count(token, is_output)
         size = rules.no_repeat_ngram_size

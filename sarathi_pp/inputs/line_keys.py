@@ -51,6 +51,12 @@ SAMPLING_KEYS = {
     "logprobs_from": "logprobs_from",
     "n": "n",
     "num_return_sequences": "n",
+    "structured_outputs": "structured_outputs",
+    "response_format": "structured_outputs",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
 }
 # Fields that are whole numbers. A program that exports tables may write 16 as 16.0, so this is accepted.
 WHOLE_NUMBERS = (
@@ -74,10 +80,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -86,7 +88,6 @@ UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "n_predict": (),
     "do_sample": (),
     "stop_sequences": ([],),
-    "guided_grammar": (),
     "chat_template": (),
 }
 # A key of completions, which puts the prompt before the output.

@@ -59,6 +59,7 @@ from sarathi_pp.inputs.row import Form
 from sarathi_pp.inputs.spelling import nearest_key
 from sarathi_pp.sampling_params import MOST_BIAS, MOST_BIASED_TOKENS, SamplingParams
 from sarathi_pp.text.chat_options import ChatOptions
+from sarathi_pp.text.grammar import structured_outputs
 
 # A name that a log may hold. A longer or unusual key may be text of a prompt.
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
@@ -267,7 +268,7 @@ class _LineReader:
         overrides: dict[str, object] = {}
         for key, value in record.items():
             if key in sampling:
-                if value is None or key == "top_logprobs":
+                if value is None or key == "top_logprobs" or (key, value) == ("response_format", {"type": "text"}):
                     continue
                 if sampling[key] in overrides:
                     self.fail("invalid_parameter", f"{sampling[key]} is given twice, the second time as {key}")
@@ -318,6 +319,8 @@ class _LineReader:
         try:
             if key == "sequence_bias":
                 value = single_token_biases(value)
+            elif name == "structured_outputs":
+                value = structured_outputs(key, value)
             SamplingParams(**{name: value})  # type: ignore[arg-type]  # values are checked there
         except RowError as error:
             # The summary goes to a log, so it must repeat no value of the line.

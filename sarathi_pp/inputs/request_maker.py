@@ -21,6 +21,7 @@ from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.chat_options import ChatOptions
+from sarathi_pp.text.grammar import grammar_text
 from sarathi_pp.text.tokenizer import EncodedPrompt, Tokenizer
 
 # Fields of SamplingParams with ids of tokens that are never drawn. A model's file may name ids without a token.
@@ -82,6 +83,8 @@ class RequestMaker:
         rules = self._rules(sampling, parsed.overrides, len(prompt.token_ids))
         if parsed.prompt_token_ids is None:
             self.unknown.count(prompt.token_ids)
+        # The rules have the grammar.
+        sampling = replace(sampling, structured_outputs=None) if sampling.structured_outputs else sampling
         return Request(index, prompt.token_ids, sampling, arrival_s, prompt.paragraph_ends, rules)
 
     def offered_tools(self, parsed: ParsedLine) -> bytes | None:
@@ -108,6 +111,7 @@ class RequestMaker:
                 take too many bytes.
         """
         least, end_ids = sampling.min_new_tokens, self._end_token_ids(sampling)
+        grammar, start_after = self._grammar(sampling, end_ids)
         rules = DrawRules(
             num_prompt=num_prompt,
             logit_bias=tuple(pair for pair in sampling.logit_bias if pair[1]),
@@ -120,17 +124,44 @@ class RequestMaker:
             bad_words=self._bad_words(sampling),
             no_repeat_ngram_size=sampling.no_repeat_ngram_size,
             min_tokens=least if end_ids else 0,
-            end_token_ids=end_ids if least else (),
+            end_token_ids=end_ids if least or grammar else (),
             typical_p=1.0 if sampling.greedy else sampling.typical_p,
             epsilon_cutoff=0.0 if sampling.greedy else sampling.epsilon_cutoff,
             eta_cutoff=0.0 if sampling.greedy else sampling.eta_cutoff,
             logprobs=sampling.logprobs,
+            grammar=grammar,
+            start_after=start_after,
         )
         self._check_ids(sampling, overrides)
         if rules == DrawRules(num_prompt=num_prompt):
             return None
         self._check_rules(rules)
         return rules
+
+    def _grammar(self, sampling: SamplingParams, end_ids: Collection[int]) -> tuple[str, int | None]:
+        """Return the grammar of the output, and the id of the token after which it begins. See DrawRules.
+
+        Raises:
+            RowError: the grammar or the token is not legal, or the model's tokenizer cannot have a grammar.
+        """
+        asked = sampling.structured_outputs
+        if asked is None:
+            return "", None
+        if not self.tokenizer.has_text:
+            raise RowError("no_tokenizer", "structured_outputs needs the model's tokenizer files, which are missing")
+        if not self.tokenizer.spells_bytes:
+            what = "structured_outputs needs a fast tokenizer of byte-level or byte-fallback tokens"
+            raise RowError("unsupported_parameter", f"{what}, and the model has another one; remove the parameter")
+        if not end_ids:
+            what = "structured_outputs needs a token that ends the output, and the model names none"
+            raise RowError("invalid_parameter", f"{what}; give stop_token_ids")
+        start_after = None
+        if asked.start_after is not None:
+            start_after = self.tokenizer.special_id(asked.start_after)
+            if start_after is None:
+                what = f"structured_outputs.start_after is {asked.start_after!r}"
+                raise RowError("invalid_parameter", f"{what}; it must be the text of one of the special tokens")
+        return grammar_text(asked), start_after
 
     def _end_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Return the ids of tokens that end the output, in ascending order."""
@@ -175,7 +206,7 @@ class RequestMaker:
     def _check_rules(self, rules: DrawRules) -> None:
         """Raise RowError if the rules always ban every token, or are too long for a message."""
         banned = {*rules.banned_token_ids, *(ids[0] for ids in rules.bad_words if len(ids) == 1)}
-        at_start = {*banned, *rules.banned_at_start, *rules.end_token_ids}
+        at_start = {*banned, *rules.banned_at_start, *(rules.end_token_ids if rules.min_tokens else ())}
         allowed = rules.allowed_token_ids
         left = self.limits.vocab_size - len(at_start) if allowed is None else len({*allowed} - at_start)
         if left <= 0:
@@ -183,7 +214,7 @@ class RequestMaker:
             raise RowError("invalid_parameter", f"{what}; allow another token, or ban fewer")
         size = len(rules.to_bytes())
         if size > MOST_BYTES:
-            what = f"the line's penalties, biases and lists of tokens take {size} bytes"
+            what = f"the line's penalties, biases, grammar and lists of tokens take {size} bytes"
             raise RowError("invalid_parameter", f"{what}; the limit is {MOST_BYTES}. Give fewer tokens or words")
 
     def _encode(self, parsed: ParsedLine) -> EncodedPrompt:

@@ -20,6 +20,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.drawing.draw import Edits, draw
 from sarathi_pp.drawing.drawer import Drawer
+from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.drawing.sampling import sample
 from sarathi_pp.drawing.scoring import score, scored_rows
 from sarathi_pp.errors import CapacityError, ProtocolError
@@ -43,6 +44,7 @@ from sarathi_pp.stages.capacity import (
     shard_bytes,
 )
 from sarathi_pp.stages.stage import Compute, StageOutput
+from sarathi_pp.stages.tokenizer_files import TokenizerFiles
 from sarathi_pp.stages.working_memory import (
     DRAWN,
     GREEDY,
@@ -162,8 +164,15 @@ class ModelStages:
         kv = make_shard(run, facts, layers, dtype, self._device, spare=graphed)
         graphs = self._capture(run, kv) if graphed else None
         debug_nan = self._config.debug_nan
+        sizes = facts.hidden_size, dtype, self._device
         return ModelStage(
-            self._loaded, kv, facts.hidden_size, dtype, self._device, self._head, graphs=graphs, debug_nan=debug_nan
+            self._loaded,
+            kv,
+            *sizes,
+            self._head,
+            graphs=graphs,
+            debug_nan=debug_nan,
+            grammars=GrammarThread(TokenizerFiles(self._model_dir)),
         )
 
     def _has_graphs(self) -> bool:
@@ -257,6 +266,7 @@ class ModelStage:
         head: LM head of a first stage that computes it for some microbatches; None on any other stage.
         graphs: CUDA graphs of the stage's work; None without graphs.
         debug_nan: check every output and report the sequences with NaN or infinity.
+        grammars: computes the masks of requests with a grammar.
     """
 
     def __init__(
@@ -270,6 +280,7 @@ class ModelStage:
         *,
         graphs: StageGraphs | None = None,
         debug_nan: bool = False,
+        grammars: GrammarThread | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -280,7 +291,7 @@ class ModelStage:
         self._graphs = graphs
         self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
-        self._drawer = Drawer()
+        self._drawer = Drawer(grammars)
         self._edits: dict[int, Edits] = {}  # of the microbatches in flight whose LM head this stage computes
 
     @property

@@ -141,6 +141,12 @@ class Tokenizer:
         return cls(load_backend(model_dir), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     @property
+    def spells_bytes(self) -> bool:
+        """Return whether each token stands for known bytes, and every text has tokens. A grammar needs both."""
+        fallback = self._backend is not None and "<0x0A>" in self._backend.get_vocab()
+        return bool(getattr(self._backend, "is_fast", False)) and (self._byte_level or fallback)
+
+    @property
     def has_text(self) -> bool:
         """Return whether there are tokenizer files, so that text can be read and written."""
         return self._backend is not None

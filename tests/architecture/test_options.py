@@ -70,7 +70,7 @@ FIELDS: dict[str, tuple[list[str], object]] = {
 # Fields of SamplingParams that only a line of the input or a Python program sets. `--seed` is the run's.
 OF_A_REQUEST_ALONE = {
     *("seed", "skip_special_tokens", "logit_bias", "allowed_token_ids", "bad_words_ids", "suppress_tokens"),
-    *("begin_suppress_tokens", "min_length", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("begin_suppress_tokens", "min_length", "typical_p", "epsilon_cutoff", "eta_cutoff", "structured_outputs"),
 }
 # Options of sampling, and the values of the fields that they set.
 SAMPLING_VALUES: dict[str, tuple[list[str], object]] = {

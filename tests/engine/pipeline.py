@@ -21,6 +21,7 @@ from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Request
+from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.attention import choose_backend
@@ -31,6 +32,7 @@ from sarathi_pp.model.stage_model import LMHead
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.stages.runner import StageRunner
+from sarathi_pp.stages.tokenizer_files import TokenizerFiles
 from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.trace.timer import HostTimer, Timer
 from sarathi_pp.wire.channel import QueueChannel
@@ -174,7 +176,8 @@ def run_pipeline(
     for index, model in enumerate(models):
         kv = KVShard(model.layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
         head = head_of(directory, dtype) if moves_head and index == 0 and stages > 1 else None
-        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU, head)
+        grammars = GrammarThread(TokenizerFiles(directory))
+        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU, head, grammars=grammars)
         runners.append(StageRunner(stage, edges[index], recorders[index], clock, new_timer(clock)))
     errors: list[BaseException] = []
 

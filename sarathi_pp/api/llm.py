@@ -232,6 +232,16 @@ class LLM:
         lines = prompt_lines(prompts)
         return self._answers(lines, params_of_each(sampling_params, len(lines)), shown=False)
 
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of transformers; None for a model without tokenizer files, and on ranks other than 0."""
+        return self._answering.tokenizer.backend if self._answering is not None else None
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt with its output. It is at most the number of tokens that the KV cache holds."""
+        run = self._rank.run
+        return min(run.max_model_len, run.num_pages * run.page_size)
+
     def report(self) -> dict[str, Any] | None:
         """Return the report of all work so far, with the keys of report.json. After `close`, return the last report.
 

@@ -141,6 +141,11 @@ class Tokenizer:
         return cls(load_backend(model_dir), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
 
     @property
+    def backend(self) -> Any | None:
+        """The tokenizer of transformers; None without tokenizer files."""
+        return self._backend
+
+    @property
     def spells_bytes(self) -> bool:
         """Return whether each token stands for known bytes, and every text has tokens. A grammar needs both."""
         fallback = self._backend is not None and "<0x0A>" in self._backend.get_vocab()

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 # For users; packages only in `dev` are not installed for them.
-EXTRAS = ("cpu", "gpu", "flash", "guided")
+EXTRAS = ("cpu", "gpu", "flash", "guided", "lm-eval")
 OURS = {"sarathi_pp", "sarathi_pp_kernels"}
 
 

@@ -29,6 +29,10 @@ class Seen:
     paragraph_ends: tuple[int, ...] = ()
 
     @property
+    def order(self):
+        return self.index
+
+    @property
     def remaining(self):
         return self.known - self.issued
 

@@ -53,9 +53,9 @@ def test_only_a_conversation_is_read_and_with_its_tools():
     request = Request(0, (1,), SamplingParams())
     tokenizer, completion = Reading(Message("hi", None, ())), Completion(request, (2,), "stop")
     lines = OutputLines(tokenizer, "m", 0)  # type: ignore[arg-type]
-    plain = json.loads(lines.of_answer(Row(1, "a", "own", request), completion, {}))
+    plain = json.loads(lines.of_answers(Row(1, "a", "own", request), [(completion, {})]))
     assert "content" not in plain and tokenizer.tools == []
-    read = json.loads(lines.of_answer(Row(1, "a", "own", request, tools=b'[{"type":"function"}]'), completion, {}))
+    read = json.loads(lines.of_answers(Row(1, "a", "own", request, tools=b'[{"type":"function"}]'), [(completion, {})]))
     assert read == {**plain, "content": "hi"} and tokenizer.tools == [{"type": "function"}]
     tokenizer.message = None
-    assert json.loads(lines.of_answer(Row(1, "a", "own", request, tools=b"[]"), completion, {})) == plain
+    assert json.loads(lines.of_answers(Row(1, "a", "own", request, tools=b"[]"), [(completion, {})])) == plain

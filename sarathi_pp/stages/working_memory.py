@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.core.policy import Limits, PolicySpec
-from sarathi_pp.drawing.sampling import sample
+from sarathi_pp.drawing.draw import draw
+from sarathi_pp.drawing.history import Edit, History
 from sarathi_pp.model.checkpoint.mlp import MLPShape
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.graphs import StageGraphs, graph_shapes
@@ -31,8 +33,8 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.wire.channel import edge_buffers
 
-# The sampling kernel has a float64 weight for each token of the vocabulary.
-_WEIGHT_BYTES = 8
+# The sampling kernel has a float64 weight for each token of the vocabulary. Rules change a float32 copy of the logits.
+_DRAWING_BYTES = 8 + 4
 # Sampling parameters of synthetic rows.
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
@@ -126,7 +128,7 @@ def estimate_working_bytes(
     """Estimate the result of `measure_working_bytes` in bytes, without a loaded stage.
 
         layer    T * (4 hidden + the larger of attention and MLP)   4: residual, norm, output of the module, sum
-        LM head  T * hidden + R * (hidden + vocabulary), and R float64 distributions
+        LM head  T * hidden + R * (hidden + vocabulary), and R float32 copies and float64 distributions
         graphs   the same again for the largest graph, whose memory stays allocated
 
     The estimate is the larger of the first two lines, plus the third. T is the number of tokens, and R the number of
@@ -148,7 +150,7 @@ def estimate_working_bytes(
         if not has_lm_head:
             return layer
         num_rows = min(largest.num_rows, num_tokens)
-        row = (facts.hidden_size + facts.vocab_size) * item_bytes + draws * facts.vocab_size * _WEIGHT_BYTES
+        row = (facts.hidden_size + facts.vocab_size) * item_bytes + draws * facts.vocab_size * _DRAWING_BYTES
         return max(layer, num_tokens * facts.hidden_size * item_bytes + num_rows * row)
 
     num_bytes = computing(largest.num_tokens, draws=True)
@@ -184,8 +186,15 @@ def _compute(
         x = torch.zeros(largest.num_tokens, hidden_size, dtype=kv.dtype, device=device)
     y = model.forward(x, inputs, kv)
     if model.has_lm_head:
-        # One row that is not greedy is enough: then `sample` computes the weights of all rows.
-        sample(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)])
+        # One row that is not greedy is enough: then the weights of all rows are computed. Rules copy each row.
+        draw(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)], dict.fromkeys(range(largest.num_rows), _penalised()))
+
+
+def _penalised() -> Edit:
+    """Return the changes of a row whose request has a penalty."""
+    history = History(DrawRules(num_prompt=1, repetition_penalty=2.0))
+    history.extend(0, (0,))
+    return history.edit()
 
 
 class _NotCaptured:

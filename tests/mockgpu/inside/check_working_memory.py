@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.drawing.draw import Edits
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import StageInputs
@@ -86,14 +89,14 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         found.append((x.shape[0], rows if model.has_lm_head else 0, 0))
         return torch.zeros((rows, VOCAB_SIZE if model.has_lm_head else HIDDEN), device=GPU)
 
-    def draw(logits: Tensor, rows: list[SamplingRow]) -> None:
-        assert logits.shape[0] == len(rows)
+    def draw(logits: Tensor, rows: list[SamplingRow], edits: Edits) -> None:
+        assert logits.shape[0] == len(rows) == len(edits) and all(edit.rules.edits for edit in edits.values())
         assert any(row.temperature > 0 for row in rows), "the weights of no row are computed"
         torch.empty((len(rows), WEIGHTS), dtype=torch.uint8, device=GPU)
         found[-1] = (*found[-1][:2], len(rows))
 
     monkeypatch.setattr(StageModel, "forward", compute)
-    monkeypatch.setattr(working_memory, "sample", draw)
+    monkeypatch.setattr(working_memory, "draw", draw)
     return found
 
 
@@ -118,19 +121,22 @@ def test_tokens_and_the_most_drawn_rows_are_in_it(model):
         assert needed <= working_bytes(stages) <= 1.1 * needed
 
 
-def test_a_real_microbatch_that_draws_the_most_rows_needs_no_more(model):
+@pytest.mark.parametrize("rules", [b"", DrawRules(num_prompt=1, presence_penalty=1.0).to_bytes()], ids=["", "rules"])
+def test_a_real_microbatch_that_draws_the_most_rows_needs_no_more(rules, model):
     layers, count = (NUM_LAYERS - 1, NUM_LAYERS), 12
     config, stages = make(model, chunk_size=count, max_num_seqs=count)
+    gc.collect()
+    torch.cuda.synchronize()
     stages.load(layers, ROOM)
     kept = working_bytes(stages, layers)
     stage = stages.make(resolved(config, stages, 40), layers, torch.float32)
-    chunks = tuple(Chunk(index, 0, 0, 1, False, (5,), (index,), DRAWN) for index in range(count))
+    chunks = tuple(Chunk(index, 0, 0, 1, False, (5,), (index,), DRAWN, rules=rules) for index in range(count))
     hidden = torch.zeros(count, HIDDEN, device=GPU)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     stage.prepare(MicroBatch(0, chunks))(hidden)
     needed = torch.cuda.max_memory_allocated() - before
-    assert count * VOCAB_SIZE * 8 < needed <= kept, (needed, kept)
+    assert count * VOCAB_SIZE * (8 + 4 * (rules != b"")) < needed <= kept, (needed, kept)
 
 
 @pytest.mark.usefixtures("computed")

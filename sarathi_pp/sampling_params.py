@@ -21,6 +21,11 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "guided_decoding": (),
     "truncate_prompt_tokens": (),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "flat_logprobs": (False,),
+    "logits_processors": ([],),
+    "extra_args": ({},),
 }
 
 # Limits of SamplingParams. OpenAI and vLLM have the same limits of a bias.

@@ -1,4 +1,4 @@
-"""Make the model for comparisons with other engines: 254M parameters with random weights, in bfloat16.
+"""Make the model for comparisons with other engines: 254M parameters with random weights.
 
 python examples/benchmarks/make_254m.py /tmp/m254
 """
@@ -13,8 +13,9 @@ from measure_300m import make_checkpoint
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-def main(directory: Path) -> None:
-    make_checkpoint(directory, intermediate_size=2816)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+def main(directory: Path, dtype: str) -> None:
+    make_checkpoint(directory, intermediate_size=2816, dtype=dtype)
 
 
 if __name__ == "__main__":

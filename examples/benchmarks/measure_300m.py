@@ -71,7 +71,7 @@ PREDICTED = ("wall_s", "bubble_ratio", "bubble_ratio_steady")
 Report = dict[str, Any]
 
 
-def make_checkpoint(directory: Path, intermediate_size: int = 3712) -> None:
+def make_checkpoint(directory: Path, intermediate_size: int = 3712, dtype: str = "bfloat16") -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -86,7 +86,7 @@ def make_checkpoint(directory: Path, intermediate_size: int = 3712) -> None:
         max_position_embeddings=4096,
         eos_token_id=2,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters", file=sys.stderr)
     model.save_pretrained(directory)
 

@@ -53,6 +53,11 @@ def openai_logprobs(
     echoed = [] if of_prompt is None else zip(completion.request.prompt_token_ids, of_prompt.by_token(), strict=True)
     rows = [*echoed, *pairs]
     tokens = [_text(token_id, tokenizer) for token_id, _ in rows]
+    # A special token that the text leaves out moves no later token.
+    skips = completion.request.sampling.skip_special_tokens and tokenizer.has_text
+    lengths = [
+        len(text) * (not skips or tokenizer.visible(token_id)) for text, (token_id, _) in zip(tokens, rows, strict=True)
+    ]
     # Two tokens may have the same text, as parts of characters do. The likelier one stays.
     return {
         "tokens": tokens,
@@ -61,7 +66,7 @@ def openai_logprobs(
             None if one is None else {_text(top_id, tokenizer): logprob for top_id, logprob in reversed(one.top)}
             for _, one in rows
         ],
-        "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
+        "text_offset": [0, *accumulate(lengths)][: len(tokens)],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -58,3 +59,20 @@ def test_without_tokenizer_files_tokens_are_named_by_id_and_without_a_wish_there
     found = openai_logprobs(completion((7,)), nameless, is_chat=False)
     assert found is not None and found["tokens"] == ["token_id:7"] and found["text_offset"] == [0]
     assert openai_logprobs(Completion(Request(0, (1,), PARAMS), (7,), "length"), nameless, is_chat=True) is None
+
+
+def test_a_special_token_outside_the_text_moves_no_offset():
+    known = tokenizer()
+    ids = tuple(known.encode_prompt("the cat").token_ids)
+    assert known.special_id("<s>") == ids[0]
+    text = known.decode(ids)
+    found = openai_logprobs(completion(ids), known, is_chat=False)
+    assert found is not None
+    shown = list(zip(found["tokens"], found["text_offset"], strict=True))[1:]
+    assert all(text[offset:].startswith(token) for token, offset in shown)
+    whole = openai_logprobs(
+        replace(completion(ids), request=Request(0, (1,), replace(PARAMS, skip_special_tokens=False))),
+        known,
+        is_chat=False,
+    )
+    assert whole is not None and whole["text_offset"][1] == len("<s>")

@@ -20,8 +20,8 @@ class StructuredOutputs:
     Args:
         kind: json, regex, choice or grammar.
         text: the JSON schema as JSON, the regex, the choices as a JSON list, or the Lark grammar.
-        start_after: special token after which the grammar begins. The output before it is free. None: the grammar
-            begins at the first token of the output.
+        start_after: token after which the grammar begins, such as "</think>". The output before it is free. None: the
+            grammar begins at the first token of the output.
     """
 
     kind: str
@@ -33,12 +33,14 @@ class StructuredOutputs:
         """Return the grammar of an object such as {"regex": "[0-9]+"}. Raise RowError if it is not legal."""
         if isinstance(value, cls):
             return value
+        if isinstance(value, Mapping) and value.keys() == {"kind", "text", "start_after"}:  # from dataclasses.asdict
+            value = cls(**value).to_object()
         given = {key: one for key, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
         start_after = given.pop("start_after", None)
         _require(len(given) == 1 and next(iter(given)) in _KINDS, "structured_outputs", value, _WANTED)
         kind, content = next(iter(given.items()))
         legal = start_after is None or (isinstance(start_after, str) and start_after != "")
-        _require(legal, "structured_outputs.start_after", start_after, "the text of a special token")
+        _require(legal, "structured_outputs.start_after", start_after, "the text of a token")
         kind, text = _text(kind, content)
         _require(_is_unicode(text), f"structured_outputs.{kind}", text, "text that UTF-8 can write")
         return cls(kind, text, start_after)

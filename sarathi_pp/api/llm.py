@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -431,7 +431,7 @@ class LLM:
         """Return the row of a prompt. Its number counts from the start of this LLM."""
         index = self._next_index
         self._next_index += 1
-        overrides = asdict(params) if params else {}
+        overrides = _given(params)
         if params is not None:
             maker = replace(maker, defaults=GenerationDefaults(eos_token_ids=maker.defaults.eos_token_ids))
         now_s = self._clock.now()
@@ -442,6 +442,11 @@ class LLM:
             return Row(index + 1, index, "own", request=request, arrival_s=now_s, tools=tools)
         except RowError as error:
             return Row(index + 1, index, "own", error=error, arrival_s=now_s)
+
+
+def _given(params: SamplingParams | None) -> dict[str, object]:
+    """Return the values of all fields, by name."""
+    return {one.name: getattr(params, one.name) for one in fields(params)} if params is not None else {}
 
 
 def _refuse_in_an_import() -> None:

@@ -157,10 +157,10 @@ class RequestMaker:
             raise RowError("invalid_parameter", f"{what}; give stop_token_ids")
         start_after = None
         if asked.start_after is not None:
-            start_after = self.tokenizer.special_id(asked.start_after)
+            start_after = self.tokenizer.token_id(asked.start_after)
             if start_after is None:
                 what = f"structured_outputs.start_after is {asked.start_after!r}"
-                raise RowError("invalid_parameter", f"{what}; it must be the text of one of the special tokens")
+                raise RowError("invalid_parameter", f"{what}; it must be one token of the vocabulary, such as </think>")
         return grammar_text(asked), start_after
 
     def _end_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:

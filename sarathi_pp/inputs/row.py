@@ -59,13 +59,18 @@ class Row:
         return self.request.index // _NEXT_CHOICE if self.request else 0
 
     def choices(self) -> Iterator[Row]:
-        """Yield the row of each choice of the input line, this one first. They share the prompt's tokens."""
+        """Yield the row of each choice of the input line, this one first. They share the prompt's tokens.
+
+        Log probabilities of the prompt are equal for all choices, so only the first one wants them.
+        """
         yield self
         for choice in range(1, self.num_choices):
             assert self.request is not None, "an error has one choice"
             seed = self.request.sampling.seed
             assert seed is not None, "requests carry a concrete seed"
-            sampling = replace(self.request.sampling, seed=choice_seed(seed, choice))
+            sampling = replace(
+                self.request.sampling, seed=choice_seed(seed, choice), prompt_logprobs=None, logprobs_from=0
+            )
             index = self.request.index + choice * _NEXT_CHOICE
             yield replace(self, request=replace(self.request, index=index, sampling=sampling))
 

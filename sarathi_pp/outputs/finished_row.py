@@ -24,6 +24,11 @@ class EndedRequest:
     metrics: Mapping[str, object] | None = None
     error: RowError | None = None
 
+    @property
+    def answer(self) -> Completion:
+        assert self.completion is not None, "this request has an error"
+        return self.completion
+
 
 class RowCollector:
     """A collector of ended requests until all choices of an input line have ended. Any thread may call it."""

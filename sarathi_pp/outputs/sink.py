@@ -224,7 +224,7 @@ class FileSink:
         row, error = choices[0].row, row_error(choices)
         if error is not None:
             return self._lines.of_error(row, error)
-        return self._lines.of_answers(row, [(one.completion, one.metrics or {}) for one in choices if one.completion])
+        return self._lines.of_answers(choices)
 
 
 def _stat(path: str | int) -> os.stat_result | None:

@@ -69,4 +69,5 @@ def grammar_text(asked: StructuredOutputs) -> str:
 
 def _choices(text: str) -> str:
     """Return the Lark grammar of a JSON list of strings."""
-    return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+    written = (json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in json.loads(text))
+    return "start: " + " | ".join(written)

@@ -340,6 +340,11 @@ class Tokenizer:
         self._require("a stop string")
         return StopChecker(self._output_text(request), stop, self._stop_ids(stop), request.sampling.min_new_tokens)
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that the vocabulary writes as this text; None if it has none."""
+        found: int | None = self._backend.get_vocab().get(text) if self._backend is not None else None
+        return found
+
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is written exactly like this text; None if there is none."""
         if self._backend is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import asdict
 from typing import Any
 
 import jsonschema
 import pytest
 
+from sarathi_pp import LLM, SamplingParams
 from tests.commands.processes import COMMAND, Files, environment, run
 from tests.text.grammar_model import write_grammar_model
 from tests.text.test_tokenizer import BYTES
@@ -104,3 +106,16 @@ def test_what_is_no_grammar_is_an_error_of_its_row(model, tmp_path):
         assert row["error"]["code"] == code, (given, row)
         assert words in row["error"]["message"], row
     assert len(found[-1]["token_ids"]) == 2
+
+
+def test_a_python_program_names_grammars_too(model):
+    """Parameters go through `asdict` and back, and choices share a grammar."""
+    regex = SamplingParams(20, structured_outputs={"regex": "[0-9]{3}"})
+    choice = SamplingParams(20, 1.0, n=3, seed=1, structured_outputs={"choice": ["yes", "no\x7f"], "start_after": None})
+    copied = SamplingParams(**asdict(regex))
+    assert copied == regex
+    with LLM(str(model)) as llm:
+        first, again, several = llm.generate(["hello"] * 3, [regex, copied, choice])
+    assert first.error is None and re.fullmatch("[0-9]{3}", first.outputs[0].text or "")
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert several.error is None and {output.text for output in several.outputs} <= {"yes", "no\x7f"}

@@ -9,6 +9,7 @@ from typing import Any
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.outputs.answer_message import read_answer
+from sarathi_pp.outputs.finished_row import EndedRequest
 from sarathi_pp.outputs.output_line import OutputLines
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.text.response import FunctionCall, Message
@@ -53,9 +54,20 @@ def test_only_a_conversation_is_read_and_with_its_tools():
     request = Request(0, (1,), SamplingParams())
     tokenizer, completion = Reading(Message("hi", None, ())), Completion(request, (2,), "stop")
     lines = OutputLines(tokenizer, "m", 0)  # type: ignore[arg-type]
-    plain = json.loads(lines.of_answers(Row(1, "a", "own", request), [(completion, {})]))
+    plain = json.loads(lines.of_answers([EndedRequest(Row(1, "a", "own", request), completion)]))
     assert "content" not in plain and tokenizer.tools == []
-    read = json.loads(lines.of_answers(Row(1, "a", "own", request, tools=b'[{"type":"function"}]'), [(completion, {})]))
+    read = json.loads(
+        lines.of_answers([EndedRequest(Row(1, "a", "own", request, tools=b'[{"type":"function"}]'), completion)])
+    )
     assert read == {**plain, "content": "hi"} and tokenizer.tools == [{"type": "function"}]
     tokenizer.message = None
-    assert json.loads(lines.of_answers(Row(1, "a", "own", request, tools=b"[]"), [(completion, {})])) == plain
+    assert json.loads(lines.of_answers([EndedRequest(Row(1, "a", "own", request, tools=b"[]"), completion)])) == plain
+
+
+def test_choices_with_equal_tokens_have_ids_of_their_own():
+    request = Request(0, (1,), SamplingParams(temperature=1.0, seed=0, n=2))
+    rows = [*Row(1, "a", "own", request, tools=b"[]").choices()]
+    ended = [EndedRequest(row, Completion(row.request, (2,), "stop")) for row in rows if row.request]
+    reading = Reading(Message(None, None, CALLS))
+    outputs = json.loads(OutputLines(reading, "m", 0).of_answers(ended))["outputs"]  # type: ignore[arg-type]
+    assert len({call["id"] for output in outputs for call in output["tool_calls"]}) == 2 * len(CALLS)

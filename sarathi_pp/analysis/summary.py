@@ -176,6 +176,7 @@ def _stage_report(stage: StageTimeline, measured: StageBubbles) -> Report:
         **asdict(measured),
         "cores_shared": measured.cores_shared,
         "collective_s": stage.collective_s,
+        "mask_s": stage.mask_s,
         "peak_rss_bytes": stage.end.peak_rss_bytes if stage.end else None,
         "bytes_read": stage.end.bytes_read if stage.end else None,
         "graph_hit_rate": _hit_rate(stage.end.graph_hits, stage.end.graph_misses) if stage.end else None,

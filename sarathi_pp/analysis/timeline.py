@@ -124,8 +124,9 @@ class StageTimeline:
         send_waits: intervals in which no send buffer was free, sorted and disjoint.
         heads: LM heads that this stage computed for the last one. Only the first stage has some.
         cpu_s: CPU seconds of the computing thread, summed over the spans for which they are known.
-        spanned_s: length of the same spans, summed, without collective_s.
+        spanned_s: length of the same spans, summed, without collective_s and mask_s.
         collective_s: seconds of sums over the ranks of the stage; None if the stage has a single rank.
+        mask_s: seconds in which drawing waited for masks of grammars; None if the stage drew no row with a grammar.
     """
 
     start: TraceStart
@@ -141,6 +142,7 @@ class StageTimeline:
     cpu_s: float = 0.0
     spanned_s: float = 0.0
     collective_s: float | None = None
+    mask_s: float | None = None
 
     def add(self, span: Compute) -> None:
         self.microbatches.append(span.microbatch)
@@ -150,15 +152,21 @@ class StageTimeline:
         self.ends.append(span.end_s)
         if span.cpu_s is not None:
             self.cpu_s += span.cpu_s
-            self.spanned_s += span.end_s - span.start_s - (span.collective_s or 0.0)
+            self.spanned_s += span.end_s - span.start_s - (span.collective_s or 0.0) - (span.mask_s or 0.0)
         if span.collective_s is not None:
             self.collective_s = (self.collective_s or 0.0) + span.collective_s
+        self._add_masks(span)
 
     def add_head(self, head: Head) -> None:
         self.heads.add(head)
         if head.cpu_s is not None:
             self.cpu_s += head.cpu_s
-            self.spanned_s += head.end_s - head.start_s
+            self.spanned_s += head.end_s - head.start_s - (head.mask_s or 0.0)
+        self._add_masks(head)
+
+    def _add_masks(self, span: Compute | Head) -> None:
+        if span.mask_s is not None:
+            self.mask_s = (self.mask_s or 0.0) + span.mask_s
 
     def busy(self) -> list[Interval]:
         """Return the intervals in which the stage computed layers or LM heads, sorted and disjoint."""

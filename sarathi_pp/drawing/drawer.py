@@ -29,7 +29,7 @@ class Drawer:
         self._grammars = grammars
         self._histories: dict[int, History] = {}
 
-    def prepare(self, microbatch: MicroBatch) -> Edits:
+    def prepare(self, microbatch: MicroBatch, *, draws: bool = True) -> Edits:
         """Take in the tokens of a microbatch. Return the changes for the tokens that are drawn after it.
 
         Raises:
@@ -46,7 +46,7 @@ class Drawer:
                 histories[chunk.sequence] = self._history(DrawRules.from_bytes(chunk.rules))
             if histories and (history := histories.get(chunk.sequence)) is not None:
                 history.extend(chunk.start, chunk.token_ids)
-                if chunk.sampling is not None:
+                if draws and chunk.sampling is not None:
                     edits[num_drawn] = history.edit()
             num_drawn += chunk.sampling is not None
         return edits

@@ -99,8 +99,10 @@ def _work(report: Mapping[str, Any]) -> Text:
     kv = report["kv"]
     of_each = [one["collective_s"] / one["compute_s"] for one in report["per_stage"] if one.get("collective_s")]
     sums = f"sums over the ranks of a stage: {formats.share(max(of_each))} of its compute\n" if of_each else ""
+    mask_s = sum(one.get("mask_s") or 0.0 for one in report["per_stage"])
+    masks = f"waits for masks of grammars: {formats.seconds(mask_s)} s\n" if mask_s else ""
     return Text(
-        sums + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; variation (cv) of time "
+        sums + masks + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; variation (cv) of time "
         f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
         f"KV pages: peak {kv['peak_used']:,} of {kv['pages']:,}, mean {formats.count(kv['mean_used'])}; "
         f"{formats.share(kv['fragmentation'])} of their room empty; {report['preemptions']:,} preemptions\n"

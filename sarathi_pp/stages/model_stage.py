@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +58,9 @@ from sarathi_pp.stages.working_memory import (
 from sarathi_pp.trace.clock import SystemClock
 
 _log = logging.getLogger(__name__)
+
+# Seconds of a wait for masks that count as one step of progress.
+_WAIT_S = 0.2
 
 
 class ModelStages:
@@ -291,6 +296,7 @@ class ModelStage:
         self._graphs = graphs
         self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
+        self._num_waits = 0  # whole _WAIT_S that drawing waited for masks
         self._drawer = Drawer(grammars)
         self._edits: dict[int, Edits] = {}  # of the microbatches in flight whose LM head this stage computes
 
@@ -308,7 +314,7 @@ class ModelStage:
 
     @property
     def steps(self) -> int:
-        return int(self.model.steps[0])
+        return int(self.model.steps[0]) + self._num_waits
 
     @property
     def graphed(self) -> tuple[int, int] | None:
@@ -317,8 +323,10 @@ class ModelStage:
     def prepare(self, microbatch: MicroBatch) -> Compute:
         spans, ids = self._spans(microbatch)
         drawn = _drawn(microbatch) if self.model.has_lm_head else []
-        edits = self._drawer.prepare(microbatch) if self._draws else {}
-        if self._head is not None and microbatch.head_on_first:
+        # Both ends take the tokens of every microbatch, and only one of them draws.
+        draws = self._draws and microbatch.head_on_first == (self._head is not None)
+        edits = self._drawer.prepare(microbatch, draws=draws) if self._draws else {}
+        if self._head is not None and draws:
             # Also if there are none: after an abort, another microbatch may have had this index.
             self._edits[microbatch.index] = edits
         if self.model.has_lm_head and microbatch.scores:
@@ -328,7 +336,7 @@ class ModelStage:
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
             if self.model.has_lm_head:
-                return StageOutput(rows=y) if microbatch.head_on_first else StageOutput(tokens=_draw(y, drawn, edits))
+                return StageOutput(rows=y) if microbatch.head_on_first else self._drawn_output(y, drawn, edits)
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
         return compute
@@ -347,12 +355,13 @@ class ModelStage:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
             rows, head = self.model.forward_rows(x, inputs, self.kv), self.model.rows_head()
-            tokens = _draw(head.forward(rows[len(scored) :]), drawn, edits) if drawn else ()
+            output = self._drawn_output(head.forward(rows[len(scored) :]), drawn, edits) if drawn else StageOutput()
             prompt_logprobs, failed = score(head, rows[: len(scored)], microbatch)
+            tokens = output.tokens
             if failed:
                 lost = {token.sequence for token in failed}
                 tokens = (*failed, *(token for token in tokens if token.sequence not in lost))
-            return StageOutput(tokens=tokens, prompt_logprobs=prompt_logprobs)
+            return replace(output, tokens=tokens, prompt_logprobs=prompt_logprobs)
 
         return compute
 
@@ -363,9 +372,25 @@ class ModelStage:
 
         def compute(hidden: Tensor | None) -> StageOutput:
             assert hidden is not None, "a head gets rows"
-            return StageOutput(tokens=_draw(head.forward(hidden), drawn, edits))
+            return self._drawn_output(head.forward(hidden), drawn, edits)
 
         return compute
+
+    def _drawn_output(self, logits: Tensor, chunks: list[Chunk], edits: Edits) -> StageOutput:
+        """Draw tokens after the masks of their grammars are computed, and measure the wait for them.
+
+        Each step of a grammar is limited, so the wait ends. It counts as progress, since reading a large vocabulary
+        may take longer than --peer-timeout.
+        """
+        masks = [edit.mask for edit in edits.values() if edit.mask is not None]
+        if not masks:
+            return StageOutput(tokens=_draw(logits, chunks, edits))
+        clock = SystemClock()
+        start_s = clock.now()
+        while wait(masks, _WAIT_S).not_done:
+            self._num_waits += 1
+        mask_s = clock.now() - start_s
+        return StageOutput(tokens=_draw(logits, chunks, edits), mask_s=mask_s)
 
     def _forward(
         self, microbatch: MicroBatch, spans: list[Span], ids: array[int], logit_rows: Sequence[int]

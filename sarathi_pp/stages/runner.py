@@ -40,6 +40,7 @@ class _Span(NamedTuple):
         start, end: points just before and after its computation.
         cpu_s: CPU time of the computing thread, in seconds; None if it has no meaning.
         collective_s: seconds of sums over the ranks of this stage; None without tensor parallelism.
+        mask_s: seconds in which drawing waited for masks; None if no row has a grammar.
         release: releases the buffer that holds its input.
     """
 
@@ -49,6 +50,7 @@ class _Span(NamedTuple):
     end: Mark
     cpu_s: float | None
     collective_s: float | None
+    mask_s: float | None
     release: Callable[[], None]
 
 
@@ -160,7 +162,8 @@ class StageRunner:
             output, retried = self._compute(compute, rows, microbatch)
             end_s = clock.now()
             cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
-            self._recorder.record(HeadSpan(microbatch.index, min(arrived_s, start_s), start_s, end_s, cpu_s))
+            arrived_s = min(arrived_s, start_s)
+            self._recorder.record(HeadSpan(microbatch.index, arrived_s, start_s, end_s, cpu_s, output.mask_s))
             last = len(frame.stage_times) - 1
             tokens = _blamed(output.tokens, dict(frame.bad), last) if self._debug_nan else output.tokens
             short = frame.short or retried
@@ -185,7 +188,7 @@ class StageRunner:
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
         summed_s = self._shard_group.spent_s - before_s if self._shard_group is not None else None
         self._in_step = False
-        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, release))
+        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, output.mask_s, release))
         self._settle()
         own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
         stage_times = (*frame.stage_times, own)
@@ -260,7 +263,8 @@ class StageRunner:
             self._unsettled.popleft()
             index, issued_s = span.microbatch.index, span.microbatch.issued_s
             arrived_s = min(arrived_s, start_s)
-            told = partial(ComputeSpan, index, issued_s, arrived_s, start_s, end_s, span.cpu_s, span.collective_s)
+            times = issued_s, arrived_s, start_s, end_s
+            told = partial(ComputeSpan, index, *times, span.cpu_s, span.collective_s, span.mask_s)
             self._settled.append((span.release, told))
             self._untold.append(StageTime(index, end_s - start_s))
 

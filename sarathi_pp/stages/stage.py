@@ -21,6 +21,7 @@ class StageOutput:
         hidden: activations for the next stage, (T, hidden_size) for T tokens. None on the last stage.
         tokens: tokens that the last stage drew, or the first stage if it computes the LM head.
         prompt_logprobs: those of the microbatch's scored tokens.
+        mask_s: seconds in which drawing waited for masks of grammars; None if no row has a grammar.
         rows: inputs of the LM head, (n, hidden_size) for n tokens to draw. Set if the last stage leaves the LM head to
             the first stage.
         bad: indices of the sequences whose `hidden` has NaN or infinity. It is only checked with --debug-nan.
@@ -31,6 +32,7 @@ class StageOutput:
     rows: Tensor | None = None
     bad: tuple[int, ...] = ()
     prompt_logprobs: tuple[ChunkLogprobs, ...] = ()
+    mask_s: float | None = None
 
 
 class Compute(Protocol):
@@ -56,8 +58,8 @@ class Stage(Protocol):
         counts_cpu: True if the computing thread's CPU time is a measure of the stage's work. It is not on a GPU, nor
             if the stage is emulated.
         bytes_read: bytes of weights read at loading.
-        steps: number of layers computed so far. It also grows inside a microbatch. On a GPU, a layer counts once it is
-            launched.
+        steps: number of layers computed so far. It also grows inside a microbatch, and in a wait for masks. On a GPU, a
+            layer counts once it is launched.
         graphed: number of microbatches that a CUDA graph ran, and number that fit no graph; None without graphs.
     """
 

@@ -151,6 +151,7 @@ class Compute:
         cpu_s: CPU time of the computing thread in the span; None if it means nothing (a GPU, an emulated stage).
         collective_s: seconds of the span in sums over the stage's ranks, including the wait for each other; None
             without tensor parallelism.
+        mask_s: seconds of the span in which drawing waited for masks of grammars; None if no row has a grammar.
     """
 
     microbatch: int
@@ -160,6 +161,7 @@ class Compute:
     end_s: float
     cpu_s: float | None = None
     collective_s: float | None = None
+    mask_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,7 @@ class Head:
     start_s: float
     end_s: float
     cpu_s: float | None = None
+    mask_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +329,7 @@ _SHORT = {
     "arrived_s": "a",
     "cpu_s": "c",
     "collective_s": "o",
+    "mask_s": "w",
     "text": "x",
     "prefill_tokens": "p",
     "decodes": "d",
@@ -336,6 +340,8 @@ _SHORT = {
     "gaps_us": "g",
 }
 
+# Fields that are not written if they are None.
+_OPTIONAL = {"mask_s"}
 
 # Written numbers never exceed these limits: int64, and integers that a float holds exactly.
 _LARGEST_INT = 2**63 - 1
@@ -376,6 +382,7 @@ class _Layout(NamedTuple):
         name: value of the key "e".
         fields: names of the fields.
         keys: their JSON keys.
+        optional: the JSON keys that may be missing, with None as their value.
         legal: a check for the value of each field.
         values: returns the values of all fields of an event.
     """
@@ -383,6 +390,7 @@ class _Layout(NamedTuple):
     name: str
     fields: tuple[str, ...]
     keys: tuple[str, ...]
+    optional: dict[str, None]
     key_set: frozenset[str]
     legal: tuple[Callable[[object], bool], ...]
     values: Callable[[Event], tuple[object, ...]]
@@ -391,11 +399,12 @@ class _Layout(NamedTuple):
     def of(cls, name: str, kind: type[Event]) -> _Layout:
         names = tuple(field.name for field in fields(kind))
         keys = tuple(_SHORT.get(field, field) for field in names)
+        optional = {_SHORT.get(field, field): None for field in names if field in _OPTIONAL}
         types = get_type_hints(kind)
         legal = tuple(_LEGAL[types[one]] for one in names)
         # For one name, attrgetter returns a value and not a tuple.
         values = attrgetter(*names) if len(names) > 1 else lambda event: (getattr(event, names[0]),)
-        return cls(name, names, keys, frozenset(keys), legal, values)
+        return cls(name, names, keys, optional, frozenset(keys), legal, values)
 
 
 _LAYOUTS = {kind: _Layout.of(name, kind) for name, kind in KINDS.items()}
@@ -409,7 +418,11 @@ def encode(event: Event) -> str:
         ValueError: a time is not finite.
     """
     layout = _LAYOUTS[type(event)]
-    return _to_json({"e": layout.name, **dict(zip(layout.keys, layout.values(event), strict=True))})
+    written = {"e": layout.name, **dict(zip(layout.keys, layout.values(event), strict=True))}
+    for key in layout.optional:
+        if written[key] is None:
+            del written[key]
+    return _to_json(written)
 
 
 def decode(line: str | bytes) -> Event:
@@ -430,6 +443,8 @@ def decode(line: str | bytes) -> Event:
             f"trace schema is {schema!r:.40}; this version reads {SCHEMA!r}: use the version that wrote it"
         )
     layout = _LAYOUTS[kind]
+    if layout.optional:
+        data = layout.optional | data
     if data.keys() != layout.key_set:
         raise InputError(f"trace event {name!r} has the keys {sorted(data)}; expected {sorted(layout.keys)}")
     values = {}

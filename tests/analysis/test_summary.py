@@ -58,6 +58,7 @@ def golden_stage(stage: int, **seconds: float) -> Report:
         "cpu_ratio": 1.0,
         "cores_shared": False,
         "collective_s": None,
+        "mask_s": None,
         "peak_rss_bytes": 1 << 30,
         "bytes_read": 1 << 20,
         "graph_hit_rate": None,

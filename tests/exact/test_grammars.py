@@ -52,8 +52,10 @@ GIVEN = [rules(prompt) if number % 4 else None for number, prompt in enumerate(P
 )
 def test_a_grammar_gives_the_same_tokens_however_the_work_is_cut(stages, changed, model):
     expected = outputs(model, PROMPTS, GIVEN)
+    free = outputs(model, PROMPTS, [None] * len(PROMPTS))
     found = outputs(model, PROMPTS, GIVEN, stages=stages, **changed)
     assert found.tokens == expected.tokens
+    assert [found.tokens[number] for number in (0, 4)] == [free.tokens[number] for number in (0, 4)]
     assert (found.num_preemptions > 0) == ("num_pages" in changed)
     for given, tokens in zip(GIVEN, found.tokens, strict=True):
         if given is not None:

@@ -1,0 +1,114 @@
+"""Masks are computed once, where the token is drawn, and the wait for them is measured and counts as progress."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
+from sarathi_pp.drawing.grammar import Guide
+from sarathi_pp.sampling_params import SamplingParams
+from sarathi_pp.stages import model_stage
+from sarathi_pp.stages.model_stage import ModelStage
+from sarathi_pp.structured_outputs import StructuredOutputs
+from sarathi_pp.text.grammar import grammar_text
+from sarathi_pp.trace.events import Compute, Head, decode, encode
+from tests.engine.pipeline import run_pipeline
+from tests.text.grammar_model import EOS, write_grammar_model
+
+VOCAB = 50
+PROMPTS = [tuple(range(3, 10 + number)) for number in range(4)]
+PARAMS = SamplingParams(max_new_tokens=12, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_grammar_model(tmp_path_factory.mktemp("model"))
+
+
+def rules(regex: str = "[a-z]{9}") -> list[DrawRules | None]:
+    grammar = grammar_text(StructuredOutputs("regex", regex))
+    return [DrawRules(num_prompt=len(prompt), grammar=grammar, end_token_ids=(EOS,)) for prompt in PROMPTS]
+
+
+class SlowMask:
+    """A mask that is ready only after the stage has reported progress in its wait."""
+
+    def __init__(self) -> None:
+        self.future: Future[np.ndarray] = Future()
+
+    def add(self, token_id: int) -> None:
+        pass
+
+    def next_mask(self) -> Future[np.ndarray]:
+        return self.future
+
+
+def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
+    monkeypatch.setattr(model_stage, "_WAIT_S", 0.02)
+    slow, before = SlowMask(), 7
+    part: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[before])
+    head: Any = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1), bytes_read=0)
+    grammars: Any = SimpleNamespace(guide=lambda rules: slow)
+    kv: Any = SimpleNamespace(num_pages=10, page_size=16)
+    stage = ModelStage(part, kv, 8, torch.float32, torch.device("cpu"), head, grammars=grammars)
+
+    def answer() -> None:
+        while stage.steps < before + 3:
+            threading.Event().wait(0.001)
+        slow.future.set_result(np.arange(VOCAB) == 5)
+
+    given = DrawRules(num_prompt=1, grammar="any").to_bytes()
+    row = SamplingRow(1, 0.0, 0, 1.0, 0.0, 1)
+    chunk = Chunk(0, 0, 0, 1, token_ids=(1,), new_pages=(0,), sampling=row, rules=given)
+    microbatch = MicroBatch(0, (chunk,), (), head_on_first=True)
+    stage.prepare(microbatch)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    output = stage.prepare_head(microbatch)(torch.zeros(1, 8))
+    thread.join()
+    assert output.tokens[0].token_id == 5
+    assert output.mask_s is not None and output.mask_s >= 0.06
+
+
+def test_each_mask_is_computed_once_and_its_wait_is_in_the_span_that_drew(model, monkeypatch):
+    num_masks, compute = [0], Guide._compute
+
+    def slow(self: Guide, new: list[int]) -> Any:
+        num_masks[0] += 1
+        threading.Event().wait(0.005)
+        return compute(self, new)
+
+    monkeypatch.setattr(Guide, "_compute", slow)
+    found = run_pipeline(model, PROMPTS, stages=2, sampling=[PARAMS] * 4, rules=rules(), eos_token_ids=(EOS,))
+    assert num_masks[0] == sum(map(len, found.tokens))
+    first, last = found.events
+    drawn_s = [one.mask_s for one in first if isinstance(one, Head)]
+    spans = [one for one in (*first, *last) if isinstance(one, Compute | Head) and one.mask_s is not None]
+    assert None not in drawn_s and len(drawn_s) > 5
+    assert not [one for one in first if isinstance(one, Compute) and one.mask_s is not None]
+    moved = {one.microbatch for one in first if isinstance(one, Head)}
+    assert not {one.microbatch for one in last if isinstance(one, Compute) and one.mask_s is not None} & moved
+    for span in spans:
+        assert span.mask_s is not None and 0 <= span.mask_s <= span.end_s - span.start_s
+        assert decode(encode(span)) == span
+
+
+def test_a_run_without_grammars_imports_no_library_starts_no_thread_and_writes_no_field(model, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llguidance"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = set(threading.enumerate())
+    given: list[DrawRules | None] = [DrawRules(num_prompt=len(PROMPTS[0]), min_tokens=3), None, None, None]
+    found = run_pipeline(model, PROMPTS, stages=2, sampling=[PARAMS] * 4, rules=given)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "llguidance"]
+    assert not [one for one in threading.enumerate() if one not in before and one.name.startswith("grammar")]
+    for event in found.events[0]:
+        assert '"w":' not in encode(event)

@@ -46,7 +46,7 @@ class TokenizerFiles(Protocol):
 
 
 class GrammarThread:
-    """The thread that computes masks, and the vocabulary, which it builds when the first grammar comes.
+    """The thread that computes masks, and the vocabulary. Both are made by `warm_up` or for the first grammar.
 
     Args:
         tokenizer: loads the tokenizer of the model.
@@ -57,20 +57,32 @@ class GrammarThread:
         self._executor: ThreadPoolExecutor | None = None
         self._vocabulary: LLTokenizer | None = None
 
+    def warm_up(self) -> None:
+        """Read the vocabulary and wait for it. If that fails, the first grammar fails in the same way."""
+        self._thread().submit(self._read_vocabulary).exception()
+
     def guide(self, rules: DrawRules) -> Guide:
         """Return the guide of a sequence at the start of its output. Compiling begins at once."""
+        executor = self._thread()
+        return Guide(rules, executor, executor.submit(self._matcher, rules.grammar))
+
+    def _thread(self) -> ThreadPoolExecutor:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        return Guide(rules, self._executor, self._executor.submit(self._matcher, rules.grammar))
+        return self._executor
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer.load())
+        return self._vocabulary
 
     def _matcher(self, grammar: str) -> tuple[LLMatcher, list[int]]:
         """Return the matcher of a grammar, and the ids of the tokenizer's end tokens."""
         from llguidance import LLMatcher
 
-        if self._vocabulary is None:
-            self._vocabulary = _vocabulary(self._tokenizer.load())
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=parser_limits())
-        return matcher, self._vocabulary.eos_tokens
+        vocabulary = self._read_vocabulary()
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+        return matcher, vocabulary.eos_tokens
 
 
 def _vocabulary(backend: Any) -> LLTokenizer:

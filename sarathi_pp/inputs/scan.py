@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.inputs.input_file import open_input, parsed_lines
+from sarathi_pp.inputs.input_file import is_regular, open_input, parsed_lines
 from sarathi_pp.inputs.input_format import InputFormat
+from sarathi_pp.inputs.line_keys import SAMPLING_KEYS
 from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.row import shorten
 
@@ -15,6 +16,10 @@ from sarathi_pp.inputs.row import shorten
 _SHOWN_PROBLEMS = 5
 # Codes of problems whose messages quote values of the line.
 _QUOTING = ("invalid_parameter", "unknown_parameter", "unsupported_parameter")
+# Keys of lines with a grammar, as JSON usually writes them.
+_GRAMMAR_KEYS = tuple(f'"{key}"'.encode() for key, meant in SAMPLING_KEYS.items() if meant == "structured_outputs")
+_LONGEST_KEY = max(map(len, _GRAMMAR_KEYS))
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,22 @@ def scan_input(
         except OSError as error:
             raise InputError(f"--input {path} cannot be read further: {error}") from error
     return InputScan(num_rows, num_problems, tuple(problems))
+
+
+def names_grammars(path: str) -> bool:
+    """Return whether an input file seems to have a key with a grammar. A stream is not read.
+
+    Such a key inside a prompt, or none of the rows left to run, does no harm: a vocabulary is read and not used.
+    """
+    if not is_regular(path):
+        return False
+    kept = b""
+    with open_input(path) as stream:
+        while block := stream.read(_BLOCK):
+            if any(key in kept + block for key in _GRAMMAR_KEYS):
+                return True
+            kept = block[-_LONGEST_KEY:]
+    return False
 
 
 def _find_error(parsed: ParsedLine, defaults: GenerationDefaults, *, has_text: bool) -> RowError | None:

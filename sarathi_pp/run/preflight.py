@@ -24,7 +24,7 @@ from sarathi_pp.inputs.input_file import (
     is_stream,
 )
 from sarathi_pp.inputs.input_format import InputFormat
-from sarathi_pp.inputs.scan import scan_input
+from sarathi_pp.inputs.scan import names_grammars, scan_input
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
@@ -87,6 +87,7 @@ class Preflight:
         warnings: sentences for the user about what may not be as intended.
         identity: values that a later start must share to resume the output of this one, see run_identity.py; empty if
             no later start can resume it.
+        names_grammars: input lines name grammars. Only rank 0 knows it, and only if the input is a file.
     """
 
     config: RunConfig
@@ -98,6 +99,7 @@ class Preflight:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
+    names_grammars: bool = False
 
     def tokenizer(self) -> Tokenizer:
         """Load the model's tokenizer. If stages are emulated, return one without files, for token ids only."""
@@ -151,7 +153,7 @@ def preflight(options: BatchOptions) -> Preflight:
 
 
 def identify(options: BatchOptions, checked: Preflight) -> Preflight:
-    """Return the facts with the identity of this start. This reads the whole input.
+    """Return the facts with the identity of this start, and with grammars in the input. This reads the whole input.
 
     Raises:
         ConfigError: the output cannot be resumed, because it belongs to another input or other options.
@@ -164,7 +166,7 @@ def identify(options: BatchOptions, checked: Preflight) -> Preflight:
     }
     if options.start == "resume" and not options.force:
         _check_resumable(options, checked.run_dir, identity)
-    return replace(checked, identity=identity)
+    return replace(checked, identity=identity, names_grammars=names_grammars(options.input_path))
 
 
 def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Identity) -> None:

@@ -107,6 +107,9 @@ class EmulatedStage:
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """Do nothing: nothing is compiled or allocated on first use."""
 
+    def prepare_grammars(self) -> None:
+        """Do nothing: the tokens of an emulated stage match no grammar."""
+
     def _output(self, microbatch: MicroBatch) -> StageOutput:
         if not self._head:
             return StageOutput(hidden=self._rows(microbatch.num_tokens))

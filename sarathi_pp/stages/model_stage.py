@@ -297,6 +297,7 @@ class ModelStage:
         self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
         self._num_waits = 0  # whole _WAIT_S that drawing waited for masks
+        self._grammars = grammars
         self._drawer = Drawer(grammars)
         self._edits: dict[int, Edits] = {}  # of the microbatches in flight whose LM head this stage computes
 
@@ -436,6 +437,10 @@ class ModelStage:
         if self.model.has_lm_head or self._head is not None:
             for row in (GREEDY, DRAWN):
                 sample(y, [row])
+
+    def prepare_grammars(self) -> None:
+        if self._draws and self._grammars is not None:
+            self._grammars.warm_up()
 
     def _synthetic_ids(self, num_tokens: int) -> Tensor:
         if self.model.embed:

@@ -95,6 +95,10 @@ class Stage(Protocol):
         """
         ...
 
+    def prepare_grammars(self) -> None:
+        """Make a stage that draws ready for requests with a grammar. Without this call, the first one waits longer."""
+        ...
+
 
 class StageMaker(Protocol):
     """The maker of a rank's stage. It loads the weights first, and makes the stage when the page count is known.

@@ -6,7 +6,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ import torch
 
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
-from sarathi_pp.drawing.grammar import Guide
+from sarathi_pp.drawing.grammar import GrammarThread, Guide
+from sarathi_pp.errors import InputError
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages import model_stage
 from sarathi_pp.stages.model_stage import ModelStage
@@ -23,6 +24,7 @@ from sarathi_pp.text.grammar import grammar_text
 from sarathi_pp.trace.events import Compute, Head, decode, encode
 from tests.engine.pipeline import run_pipeline
 from tests.text.grammar_model import EOS, write_grammar_model
+from tests.text.test_tokenizer import byte_level
 
 VOCAB = 50
 PROMPTS = [tuple(range(3, 10 + number)) for number in range(4)]
@@ -100,6 +102,28 @@ def test_each_mask_is_computed_once_and_its_wait_is_in_the_span_that_drew(model,
     for span in spans:
         assert span.mask_s is not None and 0 <= span.mask_s <= span.end_s - span.start_s
         assert decode(encode(span)) == span
+
+
+def test_the_vocabulary_is_read_before_the_run_and_a_failure_waits_for_the_first_grammar():
+    loads = [0]
+
+    def load() -> Any:
+        loads[0] += 1
+        if loads[0] == 1:
+            raise InputError("no files")
+        return byte_level()
+
+    grammars = GrammarThread(SimpleNamespace(load=load))
+    part: Any = SimpleNamespace(has_lm_head=True, embed=True, bytes_read=0, steps=[0])
+    for expected in (1, 2, 2):
+        ModelStage(part, cast(Any, None), 8, torch.float32, torch.device("cpu"), grammars=grammars).prepare_grammars()
+        assert loads == [expected]
+    (given, *_) = rules()
+    assert given is not None
+    mask = grammars.guide(given).next_mask()
+    assert mask is not None and mask.result().any() and loads == [2]
+    part.has_lm_head = False
+    ModelStage(part, cast(Any, None), 8, torch.float32, torch.device("cpu")).prepare_grammars()
 
 
 def test_a_run_without_grammars_imports_no_library_starts_no_thread_and_writes_no_field(model, monkeypatch):

@@ -1,0 +1,60 @@
+"""A grammar that is meant to take for ever ends in an error of its row, or in an answer, and its neighbour runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import reduce
+from typing import Any
+
+import pytest
+
+from tests.commands.processes import COMMAND, Files, environment
+from tests.machine import patient
+from tests.text.grammar_model import write_grammar_model
+
+NESTED: dict[str, Any] = reduce(lambda inner, _: {"type": "array", "items": inner}, range(50), {"type": "null"})
+WIDE = {"anyOf": [{"const": f"{number}"} for number in range(3000)]}
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+TREE = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 2}}}
+HOSTILE: tuple[dict[str, Any], ...] = (
+    {"guided_regex": "(((a{1,100}){1,100}){1,100}){1,100}"},
+    {"guided_regex": "(x+x+)+y"},
+    {"guided_regex": "(a|b|ab)*(c|abc){50}[^a]{1000}(.*a.{20})"},
+    {"guided_regex": "(.*a){20}.{100}"},
+    {"guided_regex": "[a&&b]"},
+    {"guided_grammar": "start: start"},
+    {"guided_grammar": 'start: start start | "a"'},
+    {"guided_grammar": "start: a*\na: b*\nb: c*\nc:"},
+    {"guided_grammar": 'start: (("a"?)*)*'},
+    {"guided_grammar": 'start: "a"{1000000000}'},
+    {"guided_json": NESTED},
+    {"guided_json": WIDE},
+    {"guided_json": LOOP},
+    {"guided_json": TREE},
+    {"guided_json": {"type": "string", "minLength": 10**9}},
+    {"guided_json": {"type": "string", "pattern": "^(a+)+$", "minLength": 5000}},
+    {"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}},
+    {"guided_json": {"type": "number", "multipleOf": 1e-300}},
+    {"guided_json": {"allOf": [{"type": "string"}, {"type": "integer"}]}},
+    {"guided_json": {"$ref": "https://example.com/schema.json"}},
+    {"guided_json": {"type": "array", "uniqueItems": True, "minItems": 10**6}},
+)
+
+
+@pytest.mark.timeout(180)
+def test_hostile_grammars_end_and_the_row_next_to_them_keeps_its_answer(tmp_path):
+    model = write_grammar_model(tmp_path / "model")
+    files = Files(tmp_path)
+    free = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True}
+    rows = [free, *({"prompt": "hello", "max_tokens": 8, **one} for one in HOSTILE), free]
+    files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = (*COMMAND, *files.options(model, "--stages", "2", "--quiet"))
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), check=False, timeout=patient(90))
+    assert done.returncode == 3
+    first, *found, last = files.rows()
+    assert first["token_ids"] == last["token_ids"] and len(last["token_ids"]) == 8
+    codes = [row["error"]["code"] if "error" in row else "" for row in found]
+    assert len(codes) == len(HOSTILE)
+    assert set(codes) <= {"", "invalid_grammar", "no_allowed_token"}, list(zip(HOSTILE, codes, strict=True))
+    assert 3 <= codes.count("invalid_grammar") < len(HOSTILE)

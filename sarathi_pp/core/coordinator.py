@@ -38,6 +38,11 @@ StopRule = Callable[[Request, int], bool]
 _BY_ARRIVAL = operator.attrgetter("sequence.order")
 # Make a named tuple from its fields in order. Calling its class takes twice as long.
 _new = tuple.__new__
+_CODES: dict[Failure, ErrorCode] = {
+    Failure.NOT_FINITE: "non_finite_logits",
+    Failure.NO_TOKEN: "no_allowed_token",
+    Failure.GRAMMAR: "invalid_grammar",
+}
 # Number of latest finished requests whose lengths policies see.
 _REMEMBERED = 256
 
@@ -316,7 +321,7 @@ class Coordinator:
         ):
             return self._finish(sequence, "length")
         if token.failure:
-            code: ErrorCode = "non_finite_logits" if token.failure == Failure.NOT_FINITE else "no_allowed_token"
+            code = _CODES[token.failure]
             self._prefills.pop(sequence.index, None)  # a prompt token's logits may be what is not finite
             return self._finish(sequence, "error", code, token.first_bad)
         reason = self._append(sequence, token)

@@ -26,6 +26,7 @@ class Failure(enum.IntEnum):
     NONE = 0
     NOT_FINITE = 1  # the logits have NaN or infinity
     NO_TOKEN = 2  # the request's rules allow no token
+    GRAMMAR = 3  # the request's grammar is beyond the limits of its library, or names a token that does not exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

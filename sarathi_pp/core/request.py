@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "error"]
 # Most prompt tokens in a replica's queue of waiting requests. They take 128 MiB, and are more than a KV cache holds.
 MAX_WAITING_TOKENS = 1 << 25
 
-ErrorCode = Literal["non_finite_logits", "no_allowed_token", "kv_cache_exhausted"]
+ErrorCode = Literal["non_finite_logits", "no_allowed_token", "invalid_grammar", "kv_cache_exhausted"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> 
     for place, (edit, token, is_bad, has_one) in enumerate(found):
         rules = edit.rules
         if not is_bad and not has_one:
-            drawn.append(Drawn(0, Failure.NO_TOKEN))
+            follows = edit.mask is None or edit.mask.result() is not None
+            drawn.append(Drawn(0, Failure.NO_TOKEN if follows else Failure.GRAMMAR))
         elif not is_bad and rules.narrows and rows[place].temperature:
             drawn.append(Drawn(draw_within(scores[place], rows[place], rules)))
         else:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sarathi_pp.drawing.grammar import Mask
 from sarathi_pp.drawing.history import Edit
 
 # Score of a banned token. It is finite, since an infinite score shows a broken model. No other token has it.
@@ -45,15 +46,23 @@ def _edited(scores: Tensor, edits: Sequence[Edit]) -> Tensor:
             score.fill_(BANNED)
             score[allowed] = kept
         if edit.mask is not None:
-            mask = edit.mask.result()[: len(score)]
-            score[len(mask) :] = BANNED
-            score[: len(mask)].masked_fill_(_to(~mask, score), BANNED)
+            _mask(score, edit.mask.result())
     rows = np.repeat(np.arange(len(edits)), [len(edit.banned) for edit in edits])
     if len(rows):
         banned = np.concatenate([edit.banned for edit in edits])
         scores[_to(rows, scores), _to(banned, scores)] = BANNED
     scores[:, 0].masked_fill_(~finite, torch.nan)  # one is enough, and takes less time
     return scores
+
+
+def _mask(score: Tensor, mask: Mask) -> None:
+    """Ban the tokens of one row that its grammar does not allow."""
+    if mask is None:
+        score.fill_(BANNED)
+        return
+    kept = mask[: len(score)]
+    score[len(kept) :] = BANNED
+    score[: len(kept)].masked_fill_(_to(~kept, score), BANNED)
 
 
 def has_a_token(scores: Tensor) -> list[bool]:

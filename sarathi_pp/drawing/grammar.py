@@ -8,6 +8,8 @@ The thread works while the layers compute. Only it touches the library. A run wi
 from __future__ import annotations
 
 import logging
+import threading
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,10 +24,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# True for each token id that may be drawn. Ids above its length may not.
-Mask = NDArray[np.bool_]
+# True for each token id that may be drawn. Ids above its length may not. None: the grammar cannot go on.
+Mask = NDArray[np.bool_] | None
 
-_NOTHING: Mask = np.zeros(0, np.bool_)
+# Grammars that are kept compiled. Many requests have the same one.
+_MOST_COMPILED = 64
+# The library follows a chain of rules by nested calls. The longest chain that fits into a message takes 20 MB.
+_STACK_BYTES = 256 << 20
 # A state takes 1 to 2 kB of memory.
 _MOST_LEXER_STATES = 50_000
 
@@ -45,6 +50,17 @@ class TokenizerFiles(Protocol):
         ...
 
 
+def deep_executor(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread whose stack is large enough for the library. Linux gives memory where needed."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        executor.submit(int).result()  # this starts the thread
+    finally:
+        threading.stack_size(before)
+    return executor
+
+
 class GrammarThread:
     """The thread that computes masks, and the vocabulary. Both are made by `warm_up` or for the first grammar.
 
@@ -56,6 +72,7 @@ class GrammarThread:
         self._tokenizer = tokenizer
         self._executor: ThreadPoolExecutor | None = None
         self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest one last
 
     def warm_up(self) -> None:
         """Read the vocabulary and wait for it. If that fails, the first grammar fails in the same way."""
@@ -68,7 +85,7 @@ class GrammarThread:
 
     def _thread(self) -> ThreadPoolExecutor:
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+            self._executor = deep_executor("grammar")
         return self._executor
 
     def _read_vocabulary(self) -> LLTokenizer:
@@ -77,12 +94,16 @@ class GrammarThread:
         return self._vocabulary
 
     def _matcher(self, grammar: str) -> tuple[LLMatcher, list[int]]:
-        """Return the matcher of a grammar, and the ids of the tokenizer's end tokens."""
+        """Return a new matcher of a grammar, and the ids of the tokenizer's end tokens."""
         from llguidance import LLMatcher
 
-        vocabulary = self._read_vocabulary()
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
-        return matcher, vocabulary.eos_tokens
+        vocabulary, compiled = self._read_vocabulary(), self._compiled
+        if grammar not in compiled:
+            compiled[grammar] = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+        compiled.move_to_end(grammar)
+        if len(compiled) > _MOST_COMPILED:
+            compiled.popitem(last=False)
+        return compiled[grammar].deep_copy(), vocabulary.eos_tokens
 
 
 def _vocabulary(backend: Any) -> LLTokenizer:
@@ -119,17 +140,17 @@ class Guide:
         return self._executor.submit(self._compute, new)
 
     def _compute(self, new: list[int]) -> Mask:
-        """Return the mask after the new tokens. If the grammar cannot go on, no token is allowed."""
+        """Return the mask after the new tokens."""
         try:
             matcher, ends = self._matcher.result()
         except (ImportError, ValueError, InputError) as error:
             _log.warning("a grammar cannot be used: %s", error)
-            return _NOTHING
+            return None
         matcher.consume_tokens(new)
         bits = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             _log.warning("a grammar cannot go on: %s", matcher.get_error().partition("\n")[0])
-            return _NOTHING
+            return None
         mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         mask[ends] = False  # the rules alone decide which tokens end the output
         if matcher.is_accepting():

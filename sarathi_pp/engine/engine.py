@@ -447,6 +447,9 @@ class Engine:
             pool = self._coordinator.pool
             needed = f"the prompt has {num_prompt} tokens and its output {num_output} so far"
             return kv_cache_exhausted(needed, pool.num_pages, pool.page_size)
+        if completion.error_code == "invalid_grammar":
+            what = f"the grammar of the request cannot be followed at output token {num_output + 1}"
+            return RowError("invalid_grammar", f"{what}; simplify it. The log of the stage has the reason")
         if completion.error_code == "no_allowed_token":
             return RowError(
                 "no_allowed_token",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
 
-from sarathi_pp.drawing.grammar import parser_limits
+from sarathi_pp.core.draw_rules import MOST_BYTES
+from sarathi_pp.drawing.grammar import deep_executor, parser_limits
 from sarathi_pp.errors import RowError
 from sarathi_pp.structured_outputs import StructuredOutputs
 
@@ -45,9 +48,26 @@ def grammar_text(asked: StructuredOutputs) -> str:
     Raises:
         RowError: `unsupported_parameter` without the library, `invalid_grammar` with its message.
     """
+    if len(asked.text.encode()) > MOST_BYTES:
+        what = f"structured_outputs.{asked.kind} has {len(asked.text.encode())} bytes"
+        raise RowError("invalid_parameter", f"{what}; the limit is {MOST_BYTES}. Give a shorter one")
     if find_spec("llguidance") is None:
         what = "structured_outputs is given, and the package llguidance is missing"
         raise RowError("unsupported_parameter", f"{what}; run pip install 'sarathi-pp[guided]'")
+    grammar, problem = _executor().submit(_checked, asked).result()
+    if problem:
+        shown = f"{problem:.{_MOST_MESSAGE}}".strip()
+        raise RowError("invalid_grammar", f"structured_outputs.{asked.kind} cannot be used as a grammar: {shown}")
+    return grammar
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    return deep_executor("check grammars")
+
+
+def _checked(asked: StructuredOutputs) -> tuple[str, str]:
+    """Return a grammar in the form of llguidance, and what is wrong with it, if anything."""
     from llguidance import LLMatcher  # llguidance is optional
 
     try:
@@ -58,13 +78,9 @@ def grammar_text(asked: StructuredOutputs) -> str:
         else:
             lark = _choices(asked.text) if asked.kind == "choice" else asked.text
             grammar = LLMatcher.grammar_from_lark(lark)
-        problem = LLMatcher.validate_grammar(grammar, limits=parser_limits())
+        return grammar, LLMatcher.validate_grammar(grammar, limits=parser_limits())
     except ValueError as error:
-        problem = str(error)
-    if problem:
-        shown = f"{problem:.{_MOST_MESSAGE}}".strip()
-        raise RowError("invalid_grammar", f"structured_outputs.{asked.kind} cannot be used as a grammar: {shown}")
-    return grammar
+        return "", str(error)
 
 
 def _choices(text: str) -> str:

@@ -17,6 +17,15 @@ NESTED: dict[str, Any] = reduce(lambda inner, _: {"type": "array", "items": inne
 WIDE = {"anyOf": [{"const": f"{number}"} for number in range(3000)]}
 LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
 TREE = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 2}}}
+# The library follows both by nested calls. They need more than the usual stack of a thread.
+CHAIN = "start: r0\n" + "".join(f"r{number}: r{number + 1}\n" for number in range(4000)) + 'r4000: "a"'
+CHAINED = {
+    "$ref": "#/$defs/0",
+    "$defs": {
+        **{f"{number}": {"type": "array", "items": {"$ref": f"#/$defs/{number + 1}"}} for number in range(900)},
+        "900": {"type": "null"},
+    },
+}
 HOSTILE: tuple[dict[str, Any], ...] = (
     {"guided_regex": "(((a{1,100}){1,100}){1,100}){1,100}"},
     {"guided_regex": "(x+x+)+y"},
@@ -28,6 +37,8 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"guided_grammar": "start: a*\na: b*\nb: c*\nc:"},
     {"guided_grammar": 'start: (("a"?)*)*'},
     {"guided_grammar": 'start: "a"{1000000000}'},
+    {"guided_grammar": CHAIN},
+    {"guided_json": CHAINED},
     {"guided_json": NESTED},
     {"guided_json": WIDE},
     {"guided_json": LOOP},

@@ -97,7 +97,7 @@ def test_each_mask_is_computed_once_and_its_wait_is_in_the_span_that_drew(model,
     first, last = found.events
     drawn_s = [one.mask_s for one in first if isinstance(one, Head)]
     spans = [one for one in (*first, *last) if isinstance(one, Compute | Head) and one.mask_s is not None]
-    assert None not in drawn_s and len(drawn_s) > 5
+    assert None not in drawn_s and len(drawn_s) > 1
     assert not [one for one in first if isinstance(one, Compute) and one.mask_s is not None]
     moved = {one.microbatch for one in first if isinstance(one, Head)}
     assert not {one.microbatch for one in last if isinstance(one, Compute) and one.mask_s is not None} & moved

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from record import Record
-
-from sarathi_pp.lm_eval.model import SarathiLM
 
 
 @click.command()
@@ -33,6 +29,11 @@ from sarathi_pp.lm_eval.model import SarathiLM
 def main(
     model: str, tasks: tuple[str, ...], include_path: str | None, stages: tuple[int, ...], output: Path | None
 ) -> None:
+    from lm_eval import simple_evaluate  # not in the environment in which this file is checked
+    from lm_eval.tasks import TaskManager
+
+    from sarathi_pp.lm_eval.model import SarathiLM
+
     record = Record.begin()
     arguments = {"pretrained": model, "dtype": "float32"}
     manager = TaskManager(include_path=include_path)

@@ -283,7 +283,7 @@ def test_a_large_model_is_planned_from_its_config_alone(name: str, gib: int, fit
         assert stage["total_bytes"] == stage["weights_bytes"] + stage["working_bytes"] + stage["kv_bytes"]
         assert stage["room_bytes"] == pytest.approx(usable, abs=1)
         assert fits is False or stage["free_bytes"] >= 0
-        assert 0.01 < stage["working_bytes"] / 2**30 < 3
+        assert 0.01 < stage["working_bytes"] / 2**30 < 4
     assert ("MXFP4" in found["notes"][0]) is (name == "gpt-oss-120b")
 
 

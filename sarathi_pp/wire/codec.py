@@ -337,10 +337,13 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored = zip(
         *m.chunks, strict=True
     )
-    flags = [
-        decode | (row is not None) << 1 | is_long << 2 | (text != b"") << 3 | (wanted is not None) << 4
-        for decode, row, is_long, text, wanted in zip(decodes, sampling, are_long, rules, scored, strict=True)
-    ]
+    flags = [decode | (row is not None) << 1 for decode, row in zip(decodes, sampling, strict=True)]
+    is_rare = any(are_long) or any(rules) or any(scored)
+    if is_rare:  # most microbatches have only the flags above
+        flags = [
+            flag | is_long << 2 | (text != b"") << 3 | (wanted is not None) << 4
+            for flag, is_long, text, wanted in zip(flags, are_long, rules, scored, strict=True)
+        ]
     integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
     integers += map(len, new_pages)
@@ -352,10 +355,11 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
         positions, temperatures, top_ks, top_ps, min_ps, seeds = zip(*rows, strict=True)
         integers += (*positions, *top_ks, *seeds)
         reals += (*temperatures, *top_ps, *min_ps)
-    integers += chain.from_iterable(zip(*(one for one in scored if one is not None), strict=True))
-    for text in rules:
-        if text:
-            integers += (len(text), *_words(text))
+    if is_rare:
+        integers += chain.from_iterable(zip(*(one for one in scored if one is not None), strict=True))
+        for text in rules:
+            if text:
+                integers += (len(text), *_words(text))
     return integers, reals
 
 
@@ -398,7 +402,7 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     rows = map(SamplingRow._make, row_fields)
     sampling = [next(rows) if draws else None for draws in drawn]
     decodes = [flag & 1 > 0 for flag in flags]
-    are_long = [flag & 4 > 0 for flag in flags]
+    are_long = [flag & 4 > 0 for flag in flags] if max(flags, default=0) > 3 else [False] * num_chunks
     columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored
     chunk_fields = zip(*columns, strict=True)
     chunks = tuple(map(Chunk._make, chunk_fields))
@@ -435,9 +439,9 @@ def _cut_scored(integers: Sequence[int], start: int, flags: Sequence[int]) -> tu
     Args:
         flags: flags of each chunk.
     """
-    count = sum([flag & 16 > 0 for flag in flags])
-    if not count:
+    if max(flags, default=0) < 16:  # most microbatches score no token
         return [None] * len(flags), start
+    count = sum([flag & 16 > 0 for flag in flags])
     found = map(Scored._make, zip(*_columns(integers, start, 4, count), strict=True))
     try:
         return [next(found) if flag & 16 else None for flag in flags], start + 4 * count
@@ -451,7 +455,7 @@ def _cut_rules(integers: Sequence[int], start: int, flags: Sequence[int]) -> tup
     Args:
         flags: flags of each chunk.
     """
-    if not any([flag & 8 for flag in flags]):  # most microbatches bring no rules
+    if max(flags, default=0) < 8:  # most microbatches bring no rules
         return [b""] * len(flags), start
     found = []
     for flag in flags:

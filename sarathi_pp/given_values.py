@@ -39,3 +39,12 @@ def is_count(value: object) -> bool:
 
 def is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can write a text. It cannot write half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any, Never
 
 from sarathi_pp.errors import ConfigError, RowError
-from sarathi_pp.given_values import did_you_mean, is_count, is_int, is_real, plain
+from sarathi_pp.given_values import did_you_mean, is_count, is_int, is_real, is_unicode, plain
 from sarathi_pp.structured_outputs import StructuredOutputs
 
 SAMPLING_ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
@@ -330,7 +330,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         _require(isinstance(text, str) and text.strip() != "", place, text, "a string that is not only white space")
         length = len(text)  # type: ignore[arg-type]
         _require(length <= _MOST_WORD_CHARS, f"the length of {place}", length, f"at most {_MOST_WORD_CHARS} characters")
-        _require(_is_unicode(text), place, text, "text that UTF-8 can write")  # type: ignore[arg-type]
+        _require(is_unicode(text), place, text, "text that UTF-8 can write")  # type: ignore[arg-type]
     return tuple(found)  # type: ignore[arg-type]
 
 
@@ -360,7 +360,7 @@ def _stop(name: str, value: object) -> tuple[str, ...]:
     legal = isinstance(value, (tuple, list)) and all(isinstance(text, str) and text for text in value)
     _require(legal, name, value, "a non-empty string or a list of them")
     # JSON can hold half a surrogate pair, and a command line bytes that are not UTF-8. No tokenizer takes either.
-    _require(all(map(_is_unicode, value)), name, value, "text that UTF-8 can write")  # type: ignore[call-overload]
+    _require(all(map(is_unicode, value)), name, value, "text that UTF-8 can write")  # type: ignore[call-overload]
     return tuple(value)  # type: ignore[arg-type]
 
 
@@ -392,14 +392,6 @@ def _refuse_others(others: Mapping[str, object]) -> None:
 def changes_nothing(value: object, off: Iterable[object]) -> bool:
     """Return whether a value has no effect on an argument of another engine: it is None, or one of `off`."""
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _require(legal: bool, name: str, value: object, allowed: str) -> None:

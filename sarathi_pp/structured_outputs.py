@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sarathi_pp.errors import RowError
+from sarathi_pp.given_values import is_unicode
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _MOST_CHOICES = 1024
@@ -42,7 +43,7 @@ class StructuredOutputs:
         legal = start_after is None or (isinstance(start_after, str) and start_after != "")
         _require(legal, "structured_outputs.start_after", start_after, "the text of a token")
         kind, text = _text(kind, content)
-        _require(_is_unicode(text), f"structured_outputs.{kind}", text, "text that UTF-8 can write")
+        _require(is_unicode(text), f"structured_outputs.{kind}", text, "text that UTF-8 can write")
         return cls(kind, text, start_after)
 
     def to_object(self) -> dict[str, object]:
@@ -61,7 +62,7 @@ def _text(kind: str, content: object) -> tuple[str, str]:
         return kind, _schema(name, content)
     if kind == "choice":
         legal = isinstance(content, (list, tuple)) and 0 < len(content) <= _MOST_CHOICES
-        legal = legal and all(isinstance(one, str) and one and _is_unicode(one) for one in content)  # type: ignore[attr-defined]
+        legal = legal and all(isinstance(one, str) and one and is_unicode(one) for one in content)  # type: ignore[attr-defined]
         _require(legal, name, content, f"a list of 1 to {_MOST_CHOICES} non-empty strings")
         return kind, json.dumps(content, ensure_ascii=False)
     _require(isinstance(content, str) and content != "", name, content, "a non-empty string")
@@ -77,14 +78,6 @@ def _schema(name: str, content: object) -> str:
     except (ValueError, TypeError, RecursionError) as error:
         shown = f"{content!r:.100}"
         raise RowError("invalid_parameter", f"{name} is {shown}; it must be {wanted}") from error
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _require(legal: bool, name: str, value: object, wanted: str) -> None:

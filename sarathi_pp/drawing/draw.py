@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from sarathi_pp.core.draw_rules import Failure
 from sarathi_pp.core.plan import SamplingRow, TokenLogprobs
-from sarathi_pp.drawing.edits import edited_scores, has_a_token
+from sarathi_pp.drawing.edits import allowed_bits, changed_scores, edited_scores, has_a_token
 from sarathi_pp.drawing.history import Edit
+from sarathi_pp.drawing.likeliest import NOT_FINITE, NOTHING_ALLOWED, has_pass, likeliest
 from sarathi_pp.drawing.logprobs import token_logprobs
 from sarathi_pp.drawing.sampling import draw_within, sample
 
@@ -42,6 +43,11 @@ def draw(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Draw
         token_ids, are_bad = sample(_rows(logits, plain), [rows[index] for index in plain])
         for index, token, is_bad in zip(plain, token_ids, are_bad, strict=True):
             drawn[index] = _drawn(token, is_bad)
+    if has_pass(logits.device):
+        greedy = [index for index in changed if rows[index].temperature == 0]
+        for index, one in _draw_greedy(logits, {index: edits[index] for index in greedy}):
+            drawn[index] = one
+        changed = [index for index in changed if rows[index].temperature]
     if changed:
         # At a higher temperature, a banned token would have a probability again. Others have equal ones long before.
         cooled = [rows[index]._replace(temperature=min(rows[index].temperature, _HOTTEST)) for index in changed]
@@ -60,6 +66,21 @@ def _rows(logits: Tensor, indexes: list[int]) -> Tensor:
     return logits if len(indexes) == len(logits) else logits[indexes]
 
 
+def _draw_greedy(logits: Tensor, edits: Edits) -> Iterator[tuple[int, Drawn]]:
+    """Draw the tokens of greedy rows on CPU. Logits that only get bans are not copied."""
+    for changes in (False, True):
+        group = {index: edit for index, edit in edits.items() if edit.changes_scores == changes}
+        if not group:
+            continue
+        allowed = allowed_bits(list(group.values()), logits.shape[1])
+        if changes:
+            found = likeliest(changed_scores(logits, group), allowed=allowed)
+        else:
+            found = likeliest(logits, list(group), allowed)
+        for (index, edit), token_id in zip(group.items(), found, strict=True):
+            yield index, _no_token(edit) if token_id == NOTHING_ALLOWED else _drawn(token_id, token_id == NOT_FINITE)
+
+
 def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Drawn]:
     """Draw the tokens of rows whose rules change their scores.
 
@@ -72,8 +93,7 @@ def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> 
     for place, (edit, token, is_bad, has_one) in enumerate(found):
         rules = edit.rules
         if not is_bad and not has_one:
-            follows = edit.mask is None or edit.mask.result() is not None
-            drawn.append(Drawn(0, Failure.NO_TOKEN if follows else Failure.GRAMMAR))
+            drawn.append(_no_token(edit))
         elif not is_bad and rules.narrows and rows[place].temperature:
             drawn.append(Drawn(draw_within(scores[place], rows[place], rules)))
         else:
@@ -81,5 +101,10 @@ def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> 
     return drawn
 
 
+def _no_token(edit: Edit) -> Drawn:
+    follows = edit.mask is None or edit.mask.result() is not None
+    return Drawn(0, Failure.NO_TOKEN if follows else Failure.GRAMMAR)
+
+
 def _drawn(token_id: int, is_bad: bool) -> Drawn:
-    return Drawn(token_id, Failure.NOT_FINITE if is_bad else Failure.NONE)
+    return Drawn(max(token_id, 0), Failure.NOT_FINITE if is_bad else Failure.NONE)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from sarathi_pp.drawing.grammar import Mask
 from sarathi_pp.drawing.history import Edit
+from sarathi_pp.drawing.likeliest import Bits
 
 # Score of a banned token. It is finite, since an infinite score shows a broken model. No other token has it.
 BANNED = torch.finfo(torch.float32).min
+_ALL = np.uint32(0xFFFFFFFF)
 
 
 def edited_scores(logits: Tensor, edits: Mapping[int, Edit]) -> Tensor:
@@ -24,7 +27,63 @@ def edited_scores(logits: Tensor, edits: Mapping[int, Edit]) -> Tensor:
         logits: (m, vocab), not changed.
         edits: the changes of n rows, by the index of the row.
     """
-    return _edited(_copied(logits, list(edits)), list(edits.values()))
+    scores, changes = _copied(logits, list(edits)), list(edits.values())
+    # A NaN is both the least and the largest of its row.
+    finite = scores.amin(-1).isfinite() & scores.amax(-1).isfinite()
+    _change(scores, changes)
+    allowed = allowed_bits(changes, scores.shape[1])
+    if allowed is not None:
+        torch.minimum(scores, _caps(allowed, scores), out=scores)
+    scores[:, 0].masked_fill_(~finite, torch.nan)  # one is enough, and takes less time
+    return scores
+
+
+def changed_scores(logits: Tensor, edits: Mapping[int, Edit]) -> Tensor:
+    """Return what `edited_scores` returns without bans: banned tokens keep their scores."""
+    scores = _copied(logits, list(edits))
+    _change(scores, list(edits.values()))
+    return scores
+
+
+def allowed_bits(edits: Sequence[Edit], width: int) -> Bits | None:
+    """Return the tokens that the rules of n rows allow, (n, words); None if they allow all.
+
+    Bit b of word w is token 32 * w + b. The bits above the vocabulary have no meaning.
+
+    Args:
+        width: number of tokens of the vocabulary.
+    """
+    if not any(len(edit.banned) or edit.allowed is not None or edit.mask is not None for edit in edits):
+        return None
+    bits = np.full((len(edits), -(-width // 32)), _ALL)
+    for row, edit in zip(bits, edits, strict=True):
+        if edit.allowed is not None:
+            flags = np.zeros(32 * len(row), np.bool_)
+            flags[edit.allowed] = True
+            row &= np.packbits(flags, bitorder="little").view(np.uint32)
+        if edit.mask is not None:
+            mask = edit.mask.result()
+            kept = row[:0] if mask is None else mask[: len(row)]
+            row[: len(kept)] &= kept
+            row[len(kept) :] = 0
+    rows = np.repeat(np.arange(len(edits)), [len(edit.banned) for edit in edits])
+    banned = np.concatenate([edit.banned for edit in edits])
+    np.bitwise_and.at(bits, (rows, banned >> 5), ~(np.uint32(1) << (banned & 31).astype(np.uint32)))
+    return bits
+
+
+def _caps(bits: Bits, scores: Tensor) -> Tensor:
+    """Return the most that each score may be, like `scores`: infinity for allowed tokens, BANNED for the others."""
+    of_bytes = torch.from_numpy(bits.view(np.uint8)).to(scores.device, non_blocking=True)
+    caps = functional.embedding(of_bytes.int(), _caps_of_bytes(scores.device))
+    return caps.view(len(bits), -1)[:, : scores.shape[1]]
+
+
+@functools.cache
+def _caps_of_bytes(device: torch.device) -> Tensor:
+    """Return eight caps for every byte of bits, (256, 8) float32."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.where(torch.from_numpy(bits).bool(), torch.inf, BANNED).to(device)
 
 
 def _copied(logits: Tensor, rows: list[int]) -> Tensor:
@@ -34,35 +93,9 @@ def _copied(logits: Tensor, rows: list[int]) -> Tensor:
     return logits[rows].float()
 
 
-def _edited(scores: Tensor, edits: Sequence[Edit]) -> Tensor:
-    # A NaN is both the least and the largest of its row.
-    finite = scores.amin(-1).isfinite() & scores.amax(-1).isfinite()
+def _change(scores: Tensor, edits: Sequence[Edit]) -> None:
     _add_biases(scores, edits)
     _subtract_penalties(scores, edits)
-    for score, edit in zip(scores, edits, strict=True):
-        if edit.rules.allowed_token_ids is not None:
-            allowed = torch.tensor(edit.rules.allowed_token_ids, device=score.device)
-            kept = score[allowed]
-            score.fill_(BANNED)
-            score[allowed] = kept
-        if edit.mask is not None:
-            _mask(score, edit.mask.result())
-    rows = np.repeat(np.arange(len(edits)), [len(edit.banned) for edit in edits])
-    if len(rows):
-        banned = np.concatenate([edit.banned for edit in edits])
-        scores[_to(rows, scores), _to(banned, scores)] = BANNED
-    scores[:, 0].masked_fill_(~finite, torch.nan)  # one is enough, and takes less time
-    return scores
-
-
-def _mask(score: Tensor, mask: Mask) -> None:
-    """Ban the tokens of one row that its grammar does not allow."""
-    if mask is None:
-        score.fill_(BANNED)
-        return
-    kept = mask[: len(score)]
-    score[len(kept) :] = BANNED
-    score[: len(kept)].masked_fill_(_to(~kept, score), BANNED)
 
 
 def has_a_token(scores: Tensor) -> list[bool]:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# True for each token id that may be drawn. Ids above its length may not. None: the grammar cannot go on.
-Mask = NDArray[np.bool_] | None
+# A bit for each token id that may be drawn, the lowest bit of each word first. Ids above them may not. None: the
+# grammar cannot go on.
+Mask = NDArray[np.uint32] | None
 
 # Grammars that are kept compiled. Many requests have the same one.
 _MOST_COMPILED = 64
@@ -147,14 +148,16 @@ class Guide:
             _log.warning("a grammar cannot be used: %s", error)
             return None
         matcher.consume_tokens(new)
-        bits = np.frombuffer(b"" if matcher.is_error() else matcher.compute_bitmask(), np.uint8)
+        found = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             _log.warning("a grammar cannot go on: %s", matcher.get_error().partition("\n")[0])
             return None
-        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
-        mask[ends] = False  # the rules alone decide which tokens end the output
+        own = self._rules.end_token_ids
+        mask = np.zeros(max(len(found) // 4, max(own, default=0) // 32 + 1), np.uint32)
+        mask[: len(found) // 4] = np.frombuffer(found, np.uint32)
+        for token_id in ends:  # the rules alone decide which tokens end the output
+            mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         if matcher.is_accepting():
-            own = np.array(self._rules.end_token_ids, np.int64)
-            mask = np.pad(mask, (0, max(0, int(own.max(initial=0)) + 1 - len(mask))))
-            mask[own] = True
+            for token_id in own:
+                mask[token_id // 32] |= np.uint32(1 << token_id % 32)
         return mask

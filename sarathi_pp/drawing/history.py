@@ -17,13 +17,14 @@ _LEAST_ROOM = 256
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The changes of one row of scores before a token is drawn. Tokens are ids, each at most once in a field.
+    """The changes of one row of scores before a token is drawn. Tokens are ids.
 
     Attributes:
         rules: the rules of the sequence.
-        seen: tokens that the penalties concern.
+        seen: tokens that the penalties concern, each once.
         counts: for each of them, how often it is in the output.
-        banned: tokens that must not be drawn.
+        banned: tokens that must not be drawn, some of them more than once.
+        allowed: no other tokens may be drawn; None for all.
         mask: tokens that the grammar allows; None without a grammar, or before it begins.
     """
 
@@ -31,7 +32,13 @@ class Edit:
     seen: NDArray[np.int64]
     counts: NDArray[np.int64]
     banned: NDArray[np.int64]
+    allowed: NDArray[np.int64] | None = None
     mask: Future[Mask] | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Return whether scores change, and not only bans."""
+        return bool(self.rules.logit_bias) or len(self.seen) > 0
 
 
 class History:
@@ -54,7 +61,9 @@ class History:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
         single = (word[0] for word in rules.bad_words if len(word) == 1)
-        self._always_banned = frozenset((*rules.banned_token_ids, *single))
+        self._always_banned = np.array([*rules.banned_token_ids, *single], np.int64)
+        allowed = rules.allowed_token_ids
+        self._allowed = None if allowed is None else np.array(allowed, np.int64)
 
     def extend(self, start: int, token_ids: Sequence[int]) -> None:
         """Take the tokens [start, start + n) of the sequence. Those that it has already are skipped."""
@@ -65,10 +74,12 @@ class History:
     def edit(self) -> Edit:
         """Return the changes of the scores for the next token."""
         used = len(self._places)
-        banned = self._always_banned | self._banned_now()
+        banned = self._always_banned
+        if now := self._banned_now():
+            banned = np.concatenate([banned, np.array(list(now), np.int64)])
         seen, counts = self._seen[:used].copy(), self._counts[:used].copy()
         mask = None if self._guide is None else self._guide.next_mask()
-        return Edit(self._rules, seen, counts, np.array(sorted(banned), np.int64), mask)
+        return Edit(self._rules, seen, counts, banned, self._allowed, mask)
 
     def _add(self, token: int) -> None:
         rules, is_output = self._rules, len(self._tokens) >= self._rules.num_prompt

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.core.draw_rules import DrawRules
-from sarathi_pp.model.fuse.packed_linear import has_gemm
+from sarathi_pp.drawing.likeliest import NOT_FINITE, has_pass, likeliest
 from sarathi_pp.model.triton_available import has_kernels
 
 
@@ -62,7 +62,7 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
         return [], []
     if has_kernels(logits.device) if by_kernels is None else by_kernels:
         return _sample_by_kernels(logits, rows)
-    greedy = _scanned(logits) if logits.dtype == torch.bfloat16 and logits.is_cpu and has_gemm() else _largest(logits)
+    greedy = likeliest(logits) if has_pass(logits.device) else _largest(logits)
     token_ids = [
         max(token, 0) if token < 0 or row.temperature == 0 else _draw(logits[index], row)
         for index, (row, token) in enumerate(zip(rows, greedy, strict=True))
@@ -94,20 +94,8 @@ def _parameters(row: Row) -> tuple[float, ...]:
     return row.temperature, row.top_k, row.top_p, row.min_p, number
 
 
-def _scanned(logits: Tensor) -> list[int]:
-    """Return what `_largest` returns, for bfloat16 on CPU. It reads the logits once, and a small part of them again."""
-    from sarathi_pp_kernels.cpu import row_ops
-
-    logits = logits.contiguous()
-    num_rows, width = logits.shape
-    assert width, "there is nothing to draw from"
-    found = np.empty(num_rows, np.int64)
-    row_ops.largest(logits.data_ptr(), found.ctypes.data, num_rows, width)
-    return found.tolist()
-
-
 def _largest(logits: Tensor) -> list[int]:
-    """Return the lowest index of the largest value of each row, or -1 if the row has a NaN or an infinite value."""
+    """Return what `likeliest` returns, by torch, on every device."""
     values = logits.float()  # on CPU, reductions of bfloat16 take five times as long
     if values.device.type != "cpu":
         top, index = values.max(-1)
@@ -117,7 +105,7 @@ def _largest(logits: Tensor) -> list[int]:
         top = values.gather(-1, index[:, None])[:, 0]
     # If a row holds a NaN, its minimum and its maximum are NaN.
     finite = values.amin(-1).isfinite() & top.isfinite()
-    found: list[int] = torch.where(finite, index, -1).tolist()
+    found: list[int] = torch.where(finite, index, NOT_FINITE).tolist()
     return found
 
 

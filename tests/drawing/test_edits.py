@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from sarathi_pp.core.draw_rules import DrawRules, Failure
 from sarathi_pp.core.plan import SamplingRow
-from sarathi_pp.drawing.draw import draw
+from sarathi_pp.drawing.draw import Drawn, draw
 from sarathi_pp.drawing.edits import BANNED, edited_scores
+from sarathi_pp.drawing.grammar import Mask
 from sarathi_pp.drawing.history import History
 from sarathi_pp.drawing.sampling import _narrow, sample
 from sarathi_pp.errors import ProtocolError
@@ -40,6 +42,23 @@ rules_strategy = st.builds(
     min_tokens=st.integers(0, 5),
     end_token_ids=some,
 )
+
+masks = st.none() | st.lists(st.booleans(), min_size=VOCAB, max_size=VOCAB)
+
+
+class FixedMask:
+    """A guide whose mask is always the same."""
+
+    def __init__(self, kept: list[bool]) -> None:
+        self._bits = np.array([sum(one << token for token, one in enumerate(kept))], np.uint32)
+
+    def add(self, token_id: int) -> None:
+        pass
+
+    def next_mask(self) -> Future[Mask]:
+        found: Future[Mask] = Future()
+        found.set_result(self._bits)
+        return found
 
 
 def expected_scores(logits: list[float], ids: list[int], rules: DrawRules) -> list[float]:
@@ -106,6 +125,33 @@ def processors(rules: DrawRules) -> t.LogitsProcessorList:
     if rules.banned_at_start:
         found.append(t.SuppressTokensAtBeginLogitsProcessor(list(rules.banned_at_start), rules.num_prompt))
     return found
+
+
+@pytest.mark.parametrize("by_pass", [True, False])
+def test_greedy_rows_take_the_best_score_of_the_documented_order(by_pass, monkeypatch):
+    if not by_pass:
+        monkeypatch.setattr("sarathi_pp.drawing.draw.has_pass", lambda device: False)
+
+    @settings(max_examples=examples(200))
+    @given(st.lists(st.tuples(rules_strategy, masks), min_size=1, max_size=4), st.integers(0, 999))
+    def check(cases, seed):
+        draw_ids = np.random.default_rng(seed)
+        logits = 5 * torch.randn(len(cases) + 1, VOCAB, generator=torch.Generator().manual_seed(seed))
+        edits, expected = {}, []
+        for index, (rules, mask) in enumerate(cases):
+            ids = draw_ids.integers(0, VOCAB, 12).tolist()
+            history = History(rules, mask and FixedMask(mask))
+            history.extend(0, ids)
+            edits[index] = history.edit()
+            scores = expected_scores(logits[index].tolist(), ids, rules)
+            if mask:
+                scores = [score if kept else -math.inf for score, kept in zip(scores, mask, strict=True)]
+            has_one = max(scores) > -math.inf
+            expected.append(Drawn(scores.index(max(scores))) if has_one else Drawn(0, Failure.NO_TOKEN))
+        found = draw(logits, [row(20)] * (len(cases) + 1), edits)
+        assert found == [*expected, Drawn(int(logits[-1].argmax()))]
+
+    check()
 
 
 @settings(max_examples=examples(300))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +16,9 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.drawing import sampling
+from sarathi_pp.drawing.likeliest import NOT_FINITE, NOTHING_ALLOWED, has_pass, likeliest
 from sarathi_pp.drawing.sampling import sample, uniform
-from sarathi_pp.model.fuse.packed_linear import has_gemm
+from tests.thinning import examples
 
 
 @dataclass(frozen=True)
@@ -126,22 +128,48 @@ def test_greedy_ignores_filters_and_takes_the_first_of_equal_logits() -> None:
     assert sample(logits, rows) == ([1, 0], [False, False])
 
 
-@pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
-@given(st.integers(1, 4), st.integers(1, 700), st.integers(0, 2**32 - 1), st.sampled_from(["few", "any", "finite"]))
-@settings(max_examples=300, deadline=None)
-def test_one_pass_over_bfloat16_finds_what_torch_does(num_rows: int, width: int, seed: int, kind: str) -> None:
+def some_logits(num_rows: int, width: int, dtype: torch.dtype, kind: str, seed: int) -> Tensor:
     """Values are few, with ties, signed zeros and some that are not finite. Others are random bits or finite."""
     random = torch.Generator().manual_seed(seed)
     if kind == "few":
         values = torch.tensor([-1.0, -0.0, 0.0, 0.0, -0.0, 1.0, -3e38, torch.inf, -torch.inf, torch.nan, -torch.nan])
         last = 5 if seed % 3 else 7 + seed % 5
-        logits = values[torch.randint(0, last, (num_rows, width), generator=random)].bfloat16()
-    else:
-        bits = torch.randint(-(2**15), 2**15, (num_rows, width), generator=random).to(torch.int16)
-        logits = bits.view(torch.bfloat16)
-        if kind == "finite":
-            logits = logits.nan_to_num()
-    assert sampling._scanned(logits) == sampling._largest(logits)
+        return values[torch.randint(0, last, (num_rows, width), generator=random)].to(dtype)
+    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    bits = torch.randint(-(2**31), 2**31, (num_rows, width), generator=random).to(whole)
+    logits = bits.view(dtype)
+    return logits.nan_to_num() if kind == "finite" else logits
+
+
+@pytest.mark.skipif(not has_pass(torch.device("cpu")), reason="numba is not here")
+@given(
+    st.integers(1, 4),
+    st.integers(1, 700),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from(["few", "any", "finite"]),
+    st.sampled_from([None, 0.0, 0.01, 0.5]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=examples(400))
+def test_one_pass_finds_what_torch_does(
+    num_rows: int, width: int, dtype: torch.dtype, kind: str, share: float | None, seed: int
+) -> None:
+    logits = some_logits(num_rows, width, dtype, kind, seed)
+    assert likeliest(logits) == sampling._largest(logits)
+    if share is None:
+        return
+    draw = np.random.default_rng(seed)
+    rows = draw.integers(0, num_rows, 3).tolist()
+    flags = draw.random((3, -(-width // 32) * 32)) < share
+    allowed = np.packbits(flags, axis=1, bitorder="little").view(np.uint32)
+    expected = []
+    for row, kept in zip(rows, flags[:, :width], strict=True):
+        values = logits[row].double().numpy()
+        if not np.isfinite(values).all():
+            expected.append(NOT_FINITE)
+        else:
+            expected.append(int(np.where(kept, values, -np.inf).argmax()) if kept.any() else NOTHING_ALLOWED)
+    assert likeliest(logits, rows, allowed) == expected
 
 
 def test_seed_and_position_both_matter_and_nothing_global_does() -> None:

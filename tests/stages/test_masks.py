@@ -68,7 +68,7 @@ def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
             if stage.steps >= before + 3:
                 break
             threading.Event().wait(0.001)
-        slow.future.set_result(np.arange(VOCAB) == 5)
+        slow.future.set_result(np.array([1 << 5, 0], np.uint32))
 
     given = DrawRules(num_prompt=1, grammar="any").to_bytes()
     row = SamplingRow(1, 0.0, 0, 1.0, 0.0, 1)
@@ -126,6 +126,16 @@ def test_the_vocabulary_is_read_before_the_run_and_a_failure_waits_for_the_first
     assert mask is not None and mask.result().any() and loads == [2]
     part.has_lm_head = False
     ModelStage(part, cast(Any, None), 8, torch.float32, torch.device("cpu")).prepare_grammars()
+
+
+@pytest.mark.parametrize("ends", [(), (EOS,), (9,), (900,)])
+def test_only_the_rules_decide_which_tokens_end_the_output(ends):
+    """The library would allow the tokenizer's own end token. An end token may be above the tokenizer's vocabulary."""
+    grammars = GrammarThread(SimpleNamespace(load=byte_level))
+    given = DrawRules(num_prompt=1, grammar=grammar_text(StructuredOutputs("regex", "[a-z]*")), end_token_ids=ends)
+    mask = cast(Any, grammars.guide(given).next_mask()).result()
+    allowed = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    assert allowed & {EOS, 9, 900} == set(ends)
 
 
 def test_a_run_without_grammars_imports_no_library_starts_no_thread_and_writes_no_field(model, monkeypatch):

@@ -1,9 +1,8 @@
-"""Passes over rows in bfloat16 on CPU: a model's steps between its products, and greedy sampling after the last one.
+"""Passes over rows in bfloat16 on CPU: a model's steps between its products.
 
 One pass replaces several operations, each of which would read and write memory. Values are float32 within a step and
 are rounded to bfloat16 at the points at which the model's own operations round. Arrays are given by address, and are
-bfloat16 unless a docstring names another type. Widths are multiples of 16, except that of logits. `scratch` is memory
-for one row of float32.
+bfloat16 unless a docstring names another type. Widths are multiples of 16. `scratch` is memory for one row of float32.
 """
 
 from __future__ import annotations
@@ -14,20 +13,15 @@ from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
 from sarathi_pp_kernels.cpu.simd.gate import silu_multiply_lines
 from sarathi_pp_kernels.cpu.simd.memory import (
     load_bf16,
-    load_half,
     load_index,
     load_word,
     round_lines,
     store_float,
-    store_index,
     store_word,
 )
 from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 
 _FLOAT = np.float32
-# All bits of a bfloat16 except the sign, and these bits of infinity. Larger values of these bits are NaN.
-_SIZE_BITS, _INFINITY = 0x7FFF, 0x7F80
-_BLOCK = 256
 
 
 @compiled()
@@ -55,39 +49,6 @@ def _normalise(source, weight, to, width, epsilon, scratch):  # type: ignore[no-
     for at in range(width):
         store_float(scratch, at, load_bf16(to, at) * load_bf16(weight, at))
     round_lines(scratch, to, width // 16)
-
-
-@inlined
-def _ordered(rows, at):  # type: ignore[no-untyped-def]
-    """Return a whole number for a bfloat16, such that larger values have larger numbers. 0 and -0 have the same one."""
-    half = np.int64(load_half(rows, at))
-    size = half & _SIZE_BITS
-    return size if half <= _SIZE_BITS else -size
-
-
-@compiled()
-def largest(rows, found, num_rows, width):  # type: ignore[no-untyped-def]
-    """Write to found[r] the lowest index of the largest value of row r, or -1 if a value is not finite. found is int64.
-
-    The largest value of each block is found with SIMD. Then only one block is searched for its index.
-    """
-    for row in range(num_rows):
-        begin = rows + row * width * 2
-        top, lowest, block = np.int64(-_INFINITY), np.int64(_INFINITY), np.int64(0)
-        for first in range(0, width, _BLOCK):
-            of_block = np.int64(-_INFINITY)
-            for at in range(first, min(width, first + _BLOCK)):
-                number = _ordered(begin, at)
-                of_block = max(of_block, number)
-                lowest = min(lowest, number)
-            if of_block > top:
-                top, block = of_block, np.int64(first)
-        index = np.int64(-1)
-        if -_INFINITY < lowest and top < _INFINITY:
-            index = block
-            while _ordered(begin, index) != top:
-                index += 1
-        store_index(found, row, index)
 
 
 @compiled()

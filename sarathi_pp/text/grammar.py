@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 from sarathi_pp.core.draw_rules import MOST_BYTES
@@ -66,6 +66,7 @@ def _executor() -> ThreadPoolExecutor:
     return deep_executor("check grammars")
 
 
+@lru_cache(64)  # many requests have the same grammar
 def _checked(asked: StructuredOutputs) -> tuple[str, str]:
     """Return a grammar in the form of llguidance, and what is wrong with it, if anything."""
     from llguidance import LLMatcher  # llguidance is optional

@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,13 @@ class Tokenizer:
     @property
     def spells_bytes(self) -> bool:
         """Return whether each token stands for known bytes, and every text has tokens. A grammar needs both."""
-        fallback = self._backend is not None and "<0x0A>" in self._backend.get_vocab()
+        fallback = "<0x0A>" in self._ids
         return bool(getattr(self._backend, "is_fast", False)) and (self._byte_level or fallback)
+
+    @cached_property
+    def _ids(self) -> Mapping[str, int]:
+        """The id of each token by its text. The library takes up to 0.2 s to return it, and does so for each call."""
+        return {} if self._backend is None else self._backend.get_vocab()
 
     @property
     def has_text(self) -> bool:
@@ -342,8 +348,7 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token that the vocabulary writes as this text; None if it has none."""
-        found: int | None = self._backend.get_vocab().get(text) if self._backend is not None else None
-        return found
+        return self._ids.get(text)
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that is written exactly like this text; None if there is none."""
@@ -410,7 +415,8 @@ class Tokenizer:
         """
         if most_tokens is None or len(text) <= _PIECE_CHARS:
             return
-        longest = max(map(len, self._require("text").get_vocab()), default=1)
+        self._require("text")
+        longest = max(map(len, self._ids), default=1)
         if len(text) <= max(_MAX_FOLDED_CHARS, most_tokens * longest):
             room = 2 * most_tokens
             for start in range(0, len(text), _PIECE_CHARS):

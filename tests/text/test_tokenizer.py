@@ -634,3 +634,15 @@ def test_an_unknown_token_with_another_use_is_none():
     assert tokenizer(backend).unknown_id == backend.unk_token_id is not None
     backend.eos_token = backend.unk_token
     assert tokenizer(backend).unknown_id is None
+
+
+def test_the_vocabulary_is_read_once_for_all_requests(monkeypatch):
+    """Reading it takes up to 0.2 s, in which no other thread of the process can run."""
+    backend, reads = byte_level(), []
+    read = backend.get_vocab
+    monkeypatch.setattr(backend, "get_vocab", lambda: reads.append(1) or read(), raising=False)
+    tokenizer = Tokenizer(backend, vocab_size=VOCAB_SIZE)
+    reads.clear()
+    for _ in range(3):
+        assert tokenizer.spells_bytes and tokenizer.token_id("</s>") == 1 and tokenizer.token_id("nothing") is None
+    assert len(reads) == 1

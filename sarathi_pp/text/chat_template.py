@@ -6,6 +6,7 @@ encode_chat -> Renderer -> TemplateProcess -> text
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sarathi_pp.errors import RowError
 from sarathi_pp.text.chat_options import ChatOptions
@@ -27,11 +28,22 @@ class Renderer:
 
     def __init__(self) -> None:
         self._process = TemplateProcess(MAX_RENDER_S, MAX_RENDER_MEMORY_BYTES, MAX_RENDERED_BYTES)
+        self._variables: dict[str, frozenset[str]] = {}  # by template, of which a model has few
 
     @property
     def pid(self) -> int | None:
         """Return the number of the process that renders; None before the first conversation."""
         return self._process.pid
+
+    def variables(self, template: str) -> frozenset[str]:
+        """Return the names that a template takes from outside, such as `messages` and its own variables.
+
+        Raises:
+            RowError: `chat_template_error`. The template is no Jinja template, or took more than `render` allows.
+        """
+        if template not in self._variables:
+            self._variables[template] = frozenset(self._ask({"variables": template}))
+        return self._variables[template]
 
     def render(
         self,
@@ -56,8 +68,11 @@ class Renderer:
             "messages": [{key: value for key, value in one.items() if value is not None} for one in messages],
             "variables": {**special_tokens, **options.arguments()},
         }
+        text: str = self._ask({"render": asked})
+        return text
+
+    def _ask(self, question: Mapping[str, object]) -> Any:
         try:
-            text: str = self._process.ask({"render": asked})
+            return self._process.ask(question)
         except TemplateError as error:
             raise RowError("chat_template_error", f"the chat template failed: {error}") from error
-        return text

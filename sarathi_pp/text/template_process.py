@@ -150,6 +150,8 @@ def _serve(questions: BinaryIO, answers: BinaryIO, limit_s: float, limit_memory_
 
 
 def _answer(question: dict[str, Any], limit_bytes: int) -> dict[str, Any]:
+    if "variables" in question:
+        return {"value": _variables(question["variables"])}
     if "render" in question:
         text = _render(**question["render"])
         if len(text) > limit_bytes or len(text.encode("utf-8", "replace")) > limit_bytes:
@@ -169,6 +171,19 @@ def _render(template: str, messages: list[Any], variables: dict[str, Any]) -> st
     rendered, _ = render_jinja_template([messages], chat_template=template, **variables)
     text: str = rendered[0]
     return text
+
+
+def _variables(template: str) -> list[str]:
+    """Return the names that a chat template takes from outside, in ascending order.
+
+    Jinja's own analysis finds them, with transformers' tags. Other names are set by the template, such as parameters of
+    its macros, or are functions that transformers gives to every template.
+    """
+    from jinja2.meta import find_undeclared_variables
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(template).environment
+    return sorted(find_undeclared_variables(environment.parse(template)))
 
 
 def _parse(template: dict[str, Any], text: str, prefix: str, tools: list[Any]) -> list[dict[str, Any]]:

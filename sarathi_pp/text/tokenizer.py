@@ -264,7 +264,8 @@ class Tokenizer:
             template = backend.get_chat_template(tools=options.tools or None)
         except ValueError as error:
             raise RowError("chat_template_error", f"the model's chat templates cannot be used: {error}") from error
-        options.check_template(template)
+        if options.tools or options.variables:
+            options.check_names(self._renderer.variables(template))
         text = self._renderer.render(template, messages, backend.special_tokens_map, options)
         self._refuse_longer(text, most_tokens)
         encoded = self._encode(text, special=False, paragraphs=paragraphs)

@@ -109,18 +109,62 @@ def test_a_template_for_tools_is_used_with_tools(monkeypatch):
     assert rendered("qwen", ASKED, {}) == "none What is 1+2?"
 
 
+@pytest.mark.parametrize("name", ["enable_thinkin", "reasoning_effort", "content", "call", "think", "range"])
+def test_a_variable_that_the_template_would_ignore_is_refused(name):
+    reason = f"the model's chat template does not use {name}; it uses enable_thinking; remove {name}"
+    with pytest.raises(RowError, match=reason) as refused:
+        rendered("qwen", ASKED, {"chat_template_kwargs": {name: False}})
+    assert refused.value.code == "unsupported_parameter"
+
+
+# Each template uses exactly the variables `used` and `also`. It mentions `word` without use.
 @pytest.mark.parametrize(
-    ("options", "name"),
+    "template",
     [
-        (ChatOptions(variables={"enable_thinkin": False}), "enable_thinkin"),
-        (ChatOptions(variables={"reasoning_effort": "low"}), "reasoning_effort"),
-        (ChatOptions(variables={"a.b(": "low"}), r"a\.b\("),
+        "{{ messages[0].word }}{{ 'word' }}word{# word #}{% raw %}{{ word }}{% endraw %}{{ used }}{{ also }}",
+        "{% set word = used %}{{ word }}{% if also %}{% set used = 1 %}{% endif %}{{ used }}",
+        "{% macro word(word, other=also) %}{{ word }}{{ used }}{% endmacro %}{{ word(1) }}",
+        "{% macro m(word) %}{{ caller(word) }}{% endmacro %}{% call(word) m(also) %}{{ word ~ used }}{% endcall %}",
+        "{% generation %}{{ used }}{% endgeneration %}{% for word in also %}{{ word }}{% break %}{% endfor %}",
+        "{% set word = namespace(word=used) %}{% set word.word = also %}{{ word.word ~ dict() }}",
+        "{% if used is not defined %}{% set used = true %}{% endif %}{{ used and also | tojson }}{{ {}.get('word') }}",
+        "{% filter upper %}{{ used }}{% endfilter %}{% with word = also %}{{ word }}{% endwith %}",
     ],
 )
-def test_a_variable_that_the_template_would_ignore_is_refused(options, name):
-    with pytest.raises(RowError, match=f"the model's chat template does not use {name}; remove {name}") as refused:
-        known("qwen")[1].encode_chat(ASKED, options)
-    assert refused.value.code == "unsupported_parameter"
+def test_the_template_decides_which_names_are_its_variables(template, monkeypatch):
+    monkeypatch.setattr(known("qwen")[0], "chat_template", template)
+    rendered("qwen", ASKED, {"chat_template_kwargs": {"used": "1", "also": "2"}})
+    with pytest.raises(RowError, match="does not use word; it uses also, used; remove word"):
+        rendered("qwen", ASKED, {"chat_template_kwargs": {"also": 1, "word": 2}})
+
+
+def test_a_variable_must_be_used_by_the_template_that_renders(monkeypatch):
+    templates = {"default": "{{ messages[0].content ~ plain }}", "tool_use": "{{ tools|length ~ helped }}"}
+    monkeypatch.setattr(known("qwen")[0], "chat_template", templates)
+    plain, helped = ({"chat_template_kwargs": {name: "!"}} for name in ("plain", "helped"))
+    assert rendered("qwen", ASKED, plain) == "What is 1+2?!"
+    assert rendered("qwen", ASKED, {**helped, "tools": [ADD]}) == "1!"
+    with pytest.raises(RowError, match="does not use helped; it uses plain; remove helped"):
+        rendered("qwen", ASKED, helped)
+    with pytest.raises(RowError, match="does not use plain; it uses helped; remove plain"):
+        rendered("qwen", ASKED, {**plain, "tools": [ADD]})
+
+
+@pytest.mark.parametrize(
+    ("template", "listed"),
+    [("{{ messages }}", "no variable"), ("{{ a%d }}" * 22 % tuple(range(22)), "a0, a1, .*, a7 and 2 more")],
+)
+def test_a_refused_variable_lists_those_of_the_template(template, listed, monkeypatch):
+    monkeypatch.setattr(known("qwen")[0], "chat_template", template)
+    with pytest.raises(RowError, match=f"does not use word; it uses {listed}; remove word"):
+        rendered("qwen", ASKED, {"chat_template_kwargs": {"word": 1}})
+
+
+def test_variables_of_a_broken_template_are_an_error_of_the_template(monkeypatch):
+    monkeypatch.setattr(known("qwen")[0], "chat_template", "{{ word")
+    with pytest.raises(RowError, match="the chat template failed: unexpected end of template") as failed:
+        rendered("qwen", ASKED, {"chat_template_kwargs": {"word": 1}})
+    assert failed.value.code == "chat_template_error"
 
 
 def test_tools_need_both_templates(monkeypatch):

@@ -51,6 +51,8 @@ def test_own_lines_and_openai_lines_have_the_same_keys(keys, options):
         ({"chat_template_kwargs": [1]}, "invalid_parameter", "chat_template_kwargs is a list; it must be an object"),
         ({"chat_template_kwargs": {"tools": []}}, "invalid_parameter", "chat_template_kwargs has tools"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "invalid_parameter", "has chat_template"),
+        ({"chat_template_kwargs": {"": 1}}, "invalid_parameter", 'has the name ""; use an identifier, such as'),
+        ({"chat_template_kwargs": {"a.b(": 1}}, "invalid_parameter", 'has the name "a.b("; use an identifier'),
         ({"reasoning_effort": 3}, "invalid_parameter", "reasoning_effort is a number"),
         (
             {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},

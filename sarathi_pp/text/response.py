@@ -7,12 +7,16 @@ model's author, so they run in a separate process, like chat templates.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 from sarathi_pp.text.template_process import TemplateError, TemplateProcess
+
+_log = logging.getLogger(__name__)
 
 # Limits of one output: seconds of CPU time, bytes of memory, bytes of text.
 _MAX_PARSE_S = 2.0
@@ -53,12 +57,29 @@ class ResponseReader:
     """A reader of outputs by one response template, one at a time.
 
     Args:
-        template: the `response_template` of a tokenizer.
+        template: the `response_template` of a tokenizer. It may be broken, see `fault`.
     """
 
-    def __init__(self, template: Mapping[str, object]) -> None:
+    def __init__(self, template: object) -> None:
         self._template = template
         self._process = TemplateProcess(_MAX_PARSE_S, _MAX_PARSE_MEMORY_BYTES, _MAX_PARSED_BYTES)
+
+    @cached_property
+    def fault(self) -> str | None:
+        """The reason why the template cannot read any output; None if it can. Finding the reason logs a warning.
+
+        Get it before the first call of `read`.
+        """
+        try:
+            self._process.ask({"check": self._template})
+        except TemplateError as error:
+            _log.warning(
+                "the response_template in tokenizer_config.json cannot be used, so answers have neither reasoning nor "
+                "tool calls; correct it: %s",
+                error,
+            )
+            return str(error)
+        return None
 
     def read(self, text: str, prompt: str, tools: Sequence[Mapping[str, object]]) -> Message | None:
         """Return the message of an output; None if the template reads nothing in it, or exceeds its limits.
@@ -79,11 +100,10 @@ class ResponseReader:
         return message if message.content or message.reasoning or message.calls else None
 
 
-def find_response_template(backend: Any) -> Mapping[str, object] | None:
-    """Return the response template of a transformers tokenizer; None if it has none that this transformers reads."""
-    template = getattr(backend, "response_template", None)
-    readable = isinstance(template, dict) and find_spec("transformers.utils.chat_parsing") is not None
-    return template if readable else None
+def find_response_template(backend: Any) -> object | None:
+    """Return the response template of a transformers tokenizer; None if it has none, or transformers has no parser."""
+    template: object | None = getattr(backend, "response_template", None)
+    return template if find_spec("transformers.utils.chat_parsing") is not None else None
 
 
 def _message(whole: Mapping[str, Any], before: Mapping[str, Any]) -> Message:

@@ -157,6 +157,9 @@ def _answer(question: dict[str, Any], limit_bytes: int) -> dict[str, Any]:
         if len(text) > limit_bytes or len(text.encode("utf-8", "replace")) > limit_bytes:
             return {"error": f"it wrote {len(text)} characters; at most {limit_bytes} bytes are accepted"}
         return {"value": text}
+    if "check" in question:
+        _check(question["check"])
+        return {"value": None}
     return {"value": _parse(**question["parse"])}
 
 
@@ -184,6 +187,20 @@ def _variables(template: str) -> list[str]:
 
     environment = _compile_jinja_template(template).environment
     return sorted(find_undeclared_variables(environment.parse(template)))
+
+
+def _check(template: Any) -> None:
+    """Raise an error if a response template cannot be loaded, or the settings of its fields cannot be used."""
+    from transformers.utils.chat_parsing.content_parsers import parse_content
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    for name, field in load_response_template(template).fields.items():
+        # Other kinds read numbers only. They have no more settings than text.
+        kind = field.content if field.content in ("json", "xml-inline", "kv-lines") else "text"
+        try:
+            parse_content("{}", kind, field.content_args)
+        except Exception as error:  # the settings may have any form
+            raise ValueError(f"Field '{name}': {error}") from error
 
 
 def _parse(template: dict[str, Any], text: str, prefix: str, tools: list[Any]) -> list[dict[str, Any]]:

@@ -164,8 +164,8 @@ class Tokenizer:
 
     @property
     def reads_responses(self) -> bool:
-        """Return whether `read_response` can read outputs, because the tokenizer has a response template."""
-        return self._responses is not None
+        """Return whether `read_response` can read outputs, because the tokenizer has a usable response template."""
+        return self._responses is not None and self._responses.fault is None
 
     @property
     def unknown_id(self) -> int | None:
@@ -255,11 +255,7 @@ class Tokenizer:
         if not backend.chat_template:
             raise RowError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
         if options.tools and not self.reads_responses:
-            raise RowError(
-                "unsupported_parameter",
-                "tools need a response_template in the model's tokenizer_config.json, which says how the model writes "
-                "calls, and it has none; add one, or remove tools",
-            )
+            raise RowError("unsupported_parameter", self._why_no_tools())
         try:
             template = backend.get_chat_template(tools=options.tools or None)
         except ValueError as error:
@@ -273,6 +269,12 @@ class Tokenizer:
             raise RowError("empty_prompt", "the chat template wrote nothing for these messages")
         self.check_token_ids(encoded.token_ids)
         return encoded
+
+    def _why_no_tools(self) -> str:
+        need = "tools need a response_template in the model's tokenizer_config.json, the description of its calls"
+        if self._responses is None:
+            return f"{need}; it has none. Add one, or remove tools"
+        return f"{need}; it cannot be used: {self._responses.fault}. Correct it, or remove tools"
 
     def check_token_ids(self, token_ids: Iterable[int]) -> tuple[int, ...]:
         """Return the ids as a tuple. Raise RowError (`invalid_token_id`) if one has no row in the model's embedding."""

@@ -169,7 +169,7 @@ def test_variables_of_a_broken_template_are_an_error_of_the_template(monkeypatch
 
 def test_tools_need_both_templates(monkeypatch):
     plain = chat_backend("qwen", responses=False)
-    with pytest.raises(RowError, match=r"tools need a response_template .* add one, or remove tools") as refused:
+    with pytest.raises(RowError, match=r"tools need a response_template .* has none\. Add one, or remove") as refused:
         tokenizer(plain).encode_chat(ASKED, ChatOptions(tools=(ADD,)))
     assert refused.value.code == "unsupported_parameter"
     backend, ours = known("qwen")

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.errors import RowError
 from sarathi_pp.sampling_params import SamplingParams
+from sarathi_pp.text.chat_options import ChatOptions
 from sarathi_pp.text.response import FunctionCall, Message, ResponseReader, find_response_template
 from sarathi_pp.text.template_process import TemplateError
+from sarathi_pp.text.template_process import _check as check_template
 from sarathi_pp.text.tokenizer import Tokenizer
 from tests.text.chat_templates import ADD, CHANNELS_RESPONSE, QWEN_RESPONSE, chat_backend
 from tests.text.test_tokenizer import tokenizer
@@ -28,6 +31,21 @@ QWEN_OUTPUTS = {
         None, None, (FunctionCall("say", '{"w": "gr\u00fc\u00dfe \\n"}'),)
     ),
     '<tool_call>{"name": "add", "arguments": {}}</tool_call>': Message(None, None, (FunctionCall("add", "{}"),)),
+}
+# The schema of a function gives its arguments their types.
+INLINE: dict[str, Any] = {
+    "start_anchor": "A:",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<f=(?P<name>\w+)>",
+            "close": "</f>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<p=(?P<key>\w+)>(?P<value>.*?)</p>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
 }
 MALFORMED = (
     '<tool_call>{"name": "add", "argu',
@@ -94,21 +112,7 @@ def test_a_prompt_without_the_start_of_an_answer_is_no_part_of_it(qwen):
 
 
 def test_schemas_give_arguments_their_types():
-    template: dict[str, Any] = {
-        "start_anchor": "A:",
-        "fields": {
-            "tool_calls": {
-                "open_pattern": r"<f=(?P<name>\w+)>",
-                "close": "</f>",
-                "repeats": True,
-                "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<p=(?P<key>\w+)>(?P<value>.*?)</p>"},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
-            "content": {},
-        },
-    }
-    reader, text = ResponseReader(template), "<f=add><p=a>1</p><p=b>2</p></f>"
+    reader, text = ResponseReader(INLINE), "<f=add><p=a>1</p><p=b>2</p></f>"
     assert reader.read(text, "A:", [ADD]) == Message(None, None, (ADD_1_2,))
     assert reader.read(text, "A:", []) == Message(None, None, (FunctionCall("add", '{"a": "1", "b": "2"}'),))
 
@@ -122,6 +126,50 @@ def test_a_pattern_that_never_ends_is_stopped_and_a_wrong_template_reads_nothing
     assert reader.read("fine END", "A:", []) == Message("fine", None, ()), "a new process reads the next one"
     wrong = {"start_anchor": "A:", "fields": {"content": {"close_pattern": "("}}}
     assert ResponseReader(wrong).read("fine", "A:", []) is None
+
+
+def template(content: str = "text", **field: Any) -> dict[str, Any]:
+    return {"start_anchor": "A:", "fields": {"content": {"content": content, **field}}}
+
+
+BROKEN: dict[str, Any] = {
+    "must be a dict, got str": "A:",
+    "fields must be a non-empty dict": {},
+    "must define 'start_anchor'": {"fields": {"content": {}}},
+    r"Field 'content': invalid close_pattern regex": template(close_pattern="("),
+    r"Field 'content': unknown keys \['clos'\]": template(clos="x"),
+    "Field 'content': unknown content parser 'yaml'": template(content="yaml"),
+    "Field 'content': .*'tag_pattern' content_arg is required": template(content="xml-inline"),
+    "Field 'content': missing \\)": template(content="xml-inline", content_args={"tag_pattern": "("}),
+    "Field 'content': 'str' object has no": template(content_args="strip"),
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_a_broken_template_is_found_before_the_first_output(reason):
+    with pytest.raises(ValueError, match=reason):
+        check_template(BROKEN[reason])
+
+
+@pytest.mark.parametrize("usable", [QWEN_RESPONSE, CHANNELS_RESPONSE, INLINE, *map(template, ("int", "json", "bool"))])
+def test_a_usable_template_is_not_refused(usable):
+    check_template(usable)
+
+
+def test_a_broken_template_is_one_warning_and_the_reason_why_there_are_no_tools(monkeypatch, caplog):
+    backend = chat_backend("qwen")
+    monkeypatch.setattr(backend, "response_template", "A:")
+    broken, asked = tokenizer(backend), [{"role": "user", "content": "1+2?"}]
+    for _ in range(2):
+        with pytest.raises(RowError) as refused:
+            broken.encode_chat(asked, ChatOptions(tools=(ADD,)))
+        assert refused.value.code == "unsupported_parameter" and not broken.reads_responses
+        reason = "cannot be used: response_template must be a dict, got str. Correct it, or remove tools"
+        assert refused.value.message.endswith(reason)
+    (warning,) = caplog.messages
+    assert warning.startswith("the response_template in tokenizer_config.json cannot be used, so answers have neither")
+    assert warning.endswith("correct it: response_template must be a dict, got str")
+    assert broken.encode_chat(asked).token_ids, "other conversations are answered"
 
 
 @pytest.mark.parametrize("field", [{"content": "int"}, {"content": "json"}])

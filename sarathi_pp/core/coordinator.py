@@ -22,27 +22,19 @@ from types import MappingProxyType
 
 from sarathi_pp.core.cost.model import CostModel, Load, Row
 from sarathi_pp.core.cost.refiner import CostRefiner
-from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
+from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES
+from sarathi_pp.core.endings import EndRules, StopRule
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import Chunk, ChunkLogprobs, IdleReason, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View, class_name, max_tokens_of
-from sarathi_pp.core.request import Completion, ErrorCode, FinishReason, Request
+from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
-
-# A function (request, token id) that returns whether the output ends with this token.
-StopRule = Callable[[Request, int], bool]
-
 
 _BY_ARRIVAL = operator.attrgetter("sequence.order")
 # Make a named tuple from its fields in order. Calling its class takes twice as long.
 _new = tuple.__new__
-_CODES: dict[Failure, ErrorCode] = {
-    Failure.NOT_FINITE: "non_finite_logits",
-    Failure.NO_TOKEN: "no_allowed_token",
-    Failure.GRAMMAR: "invalid_grammar",
-}
 # Number of latest finished requests whose lengths policies see.
 _REMEMBERED = 256
 
@@ -82,9 +74,8 @@ class Coordinator:
         # The buffers for messages between stages have this size. It is from the limits at the start: `shrink` makes
         # microbatches smaller, never larger.
         self._most_tokens = max_tokens_of(policy, limits)
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._longrope_after = limits.longrope_after or sys.maxsize
-        self._stop_rule = stop_rule
+        self._ends = EndRules(limits.max_model_len, self.pool.num_tokens, frozenset(eos_token_ids), stop_rule)
         self._clock = clock
         self._cost = CostRefiner(cost) if cost is not None else None
         self._heads = heads
@@ -145,15 +136,12 @@ class Coordinator:
         """
         num_prompt = len(request.prompt_token_ids)
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
-        if self._gets_no_output(request) and request.sampling.prompt_logprobs is None:
+        if self._ends.gets_no_output(request) and request.sampling.prompt_logprobs is None:
             return Completion(request, (), "length")
         self._waiting.append(Sequence(request, self._num_submitted))
         self._num_submitted += 1
         self._waiting_tokens += num_prompt
         return None
-
-    def _gets_no_output(self, request: Request) -> bool:
-        return request.sampling.max_new_tokens == 0 or len(request.prompt_token_ids) == self.limits.max_model_len
 
     def shrink(self) -> Limits:
         """Halve two limits, because a stage ran out of memory: running sequences, and tokens per microbatch.
@@ -309,64 +297,20 @@ class Coordinator:
         return sequence if sequence is not None and sequence.epoch == epoch else None
 
     def _take(self, sequence: Sequence, token: SampledToken) -> Completion | None:
-        """Add the drawn token to its sequence. Return the completion of the request if this token was the last.
-
-        The answer must not depend on the size of the KV cache. So an output that the cache cannot hold is an error, and
-        not a shorter answer.
-        """
-        if (
-            sequence.prompt_logprobs is not None
-            and self._gets_no_output(sequence.request)
-            and token.failure != Failure.NOT_FINITE
-        ):
-            return self._finish(sequence, "length")
-        if token.failure:
-            code = _CODES[token.failure]
-            self._prefills.pop(sequence.index, None)  # a prompt token's logits may be what is not finite
-            return self._finish(sequence, "error", code, token.first_bad)
-        reason = self._append(sequence, token)
-        if reason is not None:
-            return self._finish(sequence, reason)
-        if len(sequence.tokens) > self.pool.num_tokens:
-            return self._finish(sequence, "error", "kv_cache_exhausted")
+        """Add the drawn token to its sequence. Return the completion of the request if this token was the last."""
+        known = len(sequence.tokens)
+        ending = self._ends.append(sequence, token)
+        self._tokens_past_prompt += len(sequence.tokens) - known
+        if ending is not None:
+            self._prefills.pop(sequence.index, None)  # scores of a prompt's tokens may fail before its last chunk
+            self._leave(sequence)
+            self._finished.append((sequence.num_prompt, sequence.known - sequence.num_prompt))
+            return ending.complete(sequence)
         if len(sequence.tokens) == self._longrope_after + 1:
             self._requeue(sequence)  # transformers' `generate` drops its cache at the same length
         else:
             self._decodes[sequence.index] = sequence
         return None
-
-    def _append(self, sequence: Sequence, token: SampledToken) -> FinishReason | None:
-        tokens = sequence.tokens
-        tokens.append(token.token_id)
-        if sequence.logprobs is not None and token.logprobs is not None:
-            sequence.logprobs.append(token.logprobs)
-        self._tokens_past_prompt += 1
-        request = sequence.request
-        stopped = self._stop_rule(request, token.token_id) or token.token_id in request.sampling.stop_token_ids
-        if stopped or (token.token_id in self._eos_token_ids and not request.sampling.ignore_eos):
-            return "stop"
-        known = len(tokens)
-        if known - sequence.num_prompt >= request.sampling.max_new_tokens or known >= self.limits.max_model_len:
-            return "length"
-        return None
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, error_code: ErrorCode | None = None, first_bad: int = -1
-    ) -> Completion:
-        self._leave(sequence)
-        output = tuple(sequence.tokens[sequence.num_prompt :])
-        self._finished.append((sequence.num_prompt, len(output)))
-        logprobs = tuple(sequence.logprobs or ()) or None  # emulated stages bring none
-        return Completion(
-            sequence.request,
-            output,
-            reason,
-            sequence.num_preemptions,
-            first_bad,
-            error_code,
-            logprobs,
-            sequence.prompt_logprobs if sequence.scored(0, sequence.num_prompt) is None else None,
-        )
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones and free its pages."""

@@ -10,21 +10,18 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
+from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.policy import Limits, parse_policy
-from sarathi_pp.drawing.draw import Edits, draw
+from sarathi_pp.drawing.draw import Edits
 from sarathi_pp.drawing.drawer import Drawer
 from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.drawing.sampling import sample
-from sarathi_pp.drawing.scoring import score, scored_rows
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -45,7 +42,9 @@ from sarathi_pp.stages.capacity import (
     resolve_limits,
     shard_bytes,
 )
+from sarathi_pp.stages.prompt_scoring import PromptScoring
 from sarathi_pp.stages.stage import Compute, StageOutput
+from sarathi_pp.stages.token_draw import TokenDraw, WaitCount
 from sarathi_pp.stages.tokenizer_files import TokenizerFiles
 from sarathi_pp.stages.working_memory import (
     DRAWN,
@@ -58,9 +57,6 @@ from sarathi_pp.stages.working_memory import (
 from sarathi_pp.trace.clock import SystemClock
 
 _log = logging.getLogger(__name__)
-
-# Seconds of a wait for masks that count as one step of progress.
-_WAIT_S = 0.2
 
 
 class ModelStages:
@@ -296,7 +292,7 @@ class ModelStage:
         self._graphs = graphs
         self._debug_nan = debug_nan
         self._tables: dict[int, array[int]] = {}
-        self._num_waits = 0  # whole _WAIT_S that drawing waited for masks
+        self._waits = WaitCount()
         self._grammars = grammars
         self._drawer = Drawer(grammars)
         self._edits: dict[int, Edits] = {}  # of the microbatches in flight whose LM head this stage computes
@@ -315,7 +311,7 @@ class ModelStage:
 
     @property
     def steps(self) -> int:
-        return int(self.model.steps[0]) + self._num_waits
+        return int(self.model.steps[0]) + self._waits.num_waits
 
     @property
     def graphed(self) -> tuple[int, int] | None:
@@ -323,75 +319,47 @@ class ModelStage:
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         spans, ids = self._spans(microbatch)
-        drawn = _drawn(microbatch) if self.model.has_lm_head else []
         # Both ends take the tokens of every microbatch, and only one of them draws.
         draws = self._draws and microbatch.head_on_first == (self._head is not None)
         edits = self._drawer.prepare(microbatch, draws=draws) if self._draws else {}
         if self._head is not None and draws:
             # Also if there are none: after an abort, another microbatch may have had this index.
             self._edits[microbatch.index] = edits
+        draw = TokenDraw(microbatch, edits, self._waits)
         if self.model.has_lm_head and microbatch.scores:
-            return self._prepare_scores(microbatch, spans, ids, edits)
-        forward = self._forward(microbatch, spans, ids, _last_rows(microbatch) if drawn else ())
+            return self._prepare_scores(PromptScoring(microbatch, draw), spans, ids)
+        forward = self._forward(microbatch, spans, ids, draw.rows() if self.model.has_lm_head else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
             y = forward(hidden)
             if self.model.has_lm_head:
-                return StageOutput(rows=y) if microbatch.head_on_first else self._drawn_output(y, drawn, edits)
+                return StageOutput(rows=y) if microbatch.head_on_first else draw.output(y)
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
         return compute
 
-    def _prepare_scores(self, microbatch: MicroBatch, spans: list[Span], ids: array[int], edits: Edits) -> Compute:
-        """Prepare a microbatch with scored tokens on the last stage. CUDA graphs have too few rows of logits.
-
-        The rows after which a token is drawn get their logits together, as in any other microbatch.
-        """
-        assert not microbatch.head_on_first, "the rows of scored tokens stay here"
-        scored, last, drawn = scored_rows(microbatch), _last_rows(microbatch), _drawn(microbatch)
-        inputs = build_inputs(spans, (*scored, *last), self.kv.page_size, self.device)
+    def _prepare_scores(self, scoring: PromptScoring, spans: list[Span], ids: array[int]) -> Compute:
+        """Prepare a microbatch with scored tokens on the last stage. CUDA graphs have too few rows of logits."""
+        inputs = build_inputs(spans, scoring.rows, self.kv.page_size, self.device)
         token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
 
         def compute(hidden: Tensor | None) -> StageOutput:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
-            rows, head = self.model.forward_rows(x, inputs, self.kv), self.model.rows_head()
-            output = self._drawn_output(head.forward(rows[len(scored) :]), drawn, edits) if drawn else StageOutput()
-            prompt_logprobs, failed = score(head, rows[: len(scored)], microbatch)
-            tokens = output.tokens
-            if failed:
-                lost = {token.sequence for token in failed}
-                tokens = (*failed, *(token for token in tokens if token.sequence not in lost))
-            return replace(output, tokens=tokens, prompt_logprobs=prompt_logprobs)
+            return scoring.output(self.model.rows_head(), self.model.forward_rows(x, inputs, self.kv))
 
         return compute
 
     def prepare_head(self, microbatch: MicroBatch) -> Compute:
-        head, drawn = self._head, _drawn(microbatch)
+        head = self._head
         assert head is not None, f"{microbatch}: its head is not here"
-        edits = self._edits.pop(microbatch.index, {})
+        draw = TokenDraw(microbatch, self._edits.pop(microbatch.index, {}), self._waits)
 
         def compute(hidden: Tensor | None) -> StageOutput:
             assert hidden is not None, "a head gets rows"
-            return self._drawn_output(head.forward(hidden), drawn, edits)
+            return draw.output(head.forward(hidden))
 
         return compute
-
-    def _drawn_output(self, logits: Tensor, chunks: list[Chunk], edits: Edits) -> StageOutput:
-        """Draw tokens after the masks of their grammars are computed, and measure the wait for them.
-
-        Each step of a grammar is limited, so the wait ends. It counts as progress, since reading a large vocabulary
-        may take longer than --peer-timeout.
-        """
-        masks = [edit.mask for edit in edits.values() if edit.mask is not None]
-        if not masks:
-            return StageOutput(tokens=_draw(logits, chunks, edits))
-        clock = SystemClock()
-        start_s = clock.now()
-        while wait(masks, _WAIT_S).not_done:
-            self._num_waits += 1
-        mask_s = clock.now() - start_s
-        return StageOutput(tokens=_draw(logits, chunks, edits), mask_s=mask_s)
 
     def _forward(
         self, microbatch: MicroBatch, spans: list[Span], ids: array[int], logit_rows: Sequence[int]
@@ -501,30 +469,3 @@ def _not_finite(hidden: Tensor, microbatch: MicroBatch) -> tuple[int, ...]:
             bad.append(chunk.sequence)
         row += chunk.num_tokens
     return tuple(bad)
-
-
-def _drawn(microbatch: MicroBatch) -> list[Chunk]:
-    return [chunk for chunk in microbatch.chunks if chunk.sampling is not None]
-
-
-def _last_rows(microbatch: MicroBatch) -> list[int]:
-    """Return the rows of the microbatch after which a token is drawn, in the order of the chunks.
-
-    These are the last tokens of the chunks that reach the end of their sequence's known tokens.
-    """
-    rows, end = [], 0
-    for chunk in microbatch.chunks:
-        end += chunk.num_tokens
-        if chunk.sampling is not None:
-            rows.append(end - 1)
-    return rows
-
-
-def _draw(logits: Tensor, chunks: list[Chunk], edits: Edits) -> tuple[SampledToken, ...]:
-    rows = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-    if not rows:
-        return ()
-    return tuple(
-        SampledToken(chunk.sequence, chunk.epoch, token_id, failure, logprobs=logprobs)
-        for chunk, (token_id, failure, logprobs) in zip(chunks, draw(logits, rows, edits), strict=True)
-    )

@@ -17,7 +17,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.drawing.grammar import GrammarThread, Guide
 from sarathi_pp.errors import InputError
 from sarathi_pp.sampling_params import SamplingParams
-from sarathi_pp.stages import model_stage
+from sarathi_pp.stages import token_draw
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.structured_outputs import StructuredOutputs
 from sarathi_pp.text.grammar import grammar_text
@@ -55,7 +55,7 @@ class SlowMask:
 
 
 def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
-    monkeypatch.setattr(model_stage, "_WAIT_S", 0.02)
+    monkeypatch.setattr(token_draw, "_WAIT_S", 0.02)
     slow, before = SlowMask(), 7
     part: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[before])
     head: Any = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1), bytes_read=0)

@@ -7,11 +7,13 @@ import traceback
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
+from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, Scored
+from sarathi_pp.drawing.scoring import SLICE_ROWS, score
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
@@ -82,6 +84,20 @@ def test_a_host_waits_for_its_tokens_and_for_nothing_else(model, graphed, row):
         assert answered.tokens and waits == {"copy to the host": 1}, waits
     expected = (3, 0) if graphed else None
     assert first.graphed == last.graphed == expected
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_a_host_waits_once_for_the_scores_of_a_slice(num_top):
+    ids = tuple(place % 30 for place in range(2 * SLICE_ROWS + 1))
+    whole = MicroBatch(0, (Chunk(2, 0, 0, len(ids), token_ids=ids, scored=Scored(1, len(ids) + 1, num_top, 7)),))
+    rows = torch.randn(len(ids), 30, generator=torch.Generator().manual_seed(3))
+    ((expected,), _) = score(SimpleNamespace(forward=lambda logits: logits), rows, whole)
+    moved = rows.to(GPU)
+    (((found,), failed), waits) = waited(lambda: score(SimpleNamespace(forward=lambda logits: logits), moved, whole))
+    assert waits == {"copy to the host": 3} and not failed
+    assert found[:4] == expected[:4] and found.top_ids == expected.top_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, rel=1e-12)
+    assert found.top_logprobs == pytest.approx(expected.top_logprobs, rel=1e-12)
 
 
 def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):

@@ -21,20 +21,24 @@ from dataclasses import dataclass, replace
 import torch
 
 from sarathi_pp.core.draw_rules import DrawRules
-from sarathi_pp.core.plan import SamplingRow
+from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, Scored
 from sarathi_pp.core.policy import Limits, PolicySpec
 from sarathi_pp.drawing.draw import draw
 from sarathi_pp.drawing.history import Edit, History
+from sarathi_pp.drawing.scoring import SLICE_ROWS, score
 from sarathi_pp.model.checkpoint.mlp import MLPShape
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.graphs import StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
+from sarathi_pp.sampling_params import MOST_LOGPROBS
 from sarathi_pp.wire.channel import edge_buffers
 
 # The sampling kernel has a float64 weight for each token of the vocabulary. Rules change a float32 copy of the logits.
 _DRAWING_BYTES = 8 + 4
+# Most bytes for each token of the vocabulary while one row of logits is scored: a few copies in float64 and int64.
+_SCORING_BYTES = 64
 # Sampling parameters of synthetic rows.
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 DRAWN = SamplingRow(position=0, temperature=1.0, top_k=1, top_p=0.9, min_p=0.0, seed=0)
@@ -92,8 +96,8 @@ def measure_working_bytes(
 ) -> int:
     """Measure the bytes that a loaded stage needs besides its weights and KV pages.
 
-    This is the peak while the largest microbatch is computed and its tokens are drawn. The memory of the CUDA graphs
-    is added to it.
+    This is the peak while the largest microbatch is computed, its tokens are drawn and prompt tokens are scored. The
+    memory of the CUDA graphs is added to it.
 
     Args:
         kv: KV pages of the stage: at least one page, and a spare one if `graphed`.
@@ -128,11 +132,12 @@ def estimate_working_bytes(
     """Estimate the result of `measure_working_bytes` in bytes, without a loaded stage.
 
         layer    T * (4 hidden + the larger of attention and MLP)   4: residual, norm, output of the module, sum
-        LM head  T * hidden + R * (hidden + vocabulary), and R float32 copies and float64 distributions
-        graphs   the same again for the largest graph, whose memory stays allocated
+        draw     (T + R) * hidden + R * vocabulary, and R float32 copies and float64 distributions
+        score    (T + R) * hidden + S * vocabulary, and copies of one row
+        graphs   the larger of layer and draw again for the largest graph, whose memory stays allocated
 
-    The estimate is the larger of the first two lines, plus the third. T is the number of tokens, and R the number of
-    rows with logits.
+    The estimate is the largest of the first three lines, plus the fourth. T is the number of tokens, R the number of
+    rows that draw a token, and S the number of scored rows whose logits are in memory at once (SLICE_ROWS).
 
     Args:
         facts: facts of the model. Its attention heads are those of one rank.
@@ -150,8 +155,11 @@ def estimate_working_bytes(
         if not has_lm_head:
             return layer
         num_rows = min(largest.num_rows, num_tokens)
-        row = (facts.hidden_size + facts.vocab_size) * item_bytes + draws * facts.vocab_size * _DRAWING_BYTES
-        return max(layer, num_tokens * facts.hidden_size * item_bytes + num_rows * row)
+        logits = num_rows * facts.vocab_size * (item_bytes + draws * _DRAWING_BYTES)
+        if draws:
+            scored = min(SLICE_ROWS, num_tokens) * facts.vocab_size * item_bytes + facts.vocab_size * _SCORING_BYTES
+            logits = max(logits, scored)
+        return max(layer, (num_tokens + num_rows) * facts.hidden_size * item_bytes + logits)
 
     num_bytes = computing(largest.num_tokens, draws=True)
     if graphed:
@@ -188,6 +196,22 @@ def _compute(
     if model.has_lm_head:
         # One row that is not greedy is enough: then the weights of all rows are computed. Rules copy each row.
         draw(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)], dict.fromkeys(range(largest.num_rows), _penalised()))
+        del y
+        _score(model, kv, x[:1], largest)
+
+
+def _score(model: StageModel, kv: KVShard, x: torch.Tensor, largest: LargestMicrobatch) -> None:
+    """Score as many prompt tokens as have logits at once, next to the inputs of the LM head for all tokens.
+
+    Args:
+        x: the stage's input for one token.
+    """
+    inputs = build_inputs([Span(0, 1, array("q", [0]))], (0,), kv.page_size, x.device)
+    row = model.forward_rows(x, inputs, kv)
+    rows = row.new_zeros(largest.num_tokens + largest.num_rows, row.shape[1])
+    count = min(SLICE_ROWS, largest.num_tokens)
+    chunk = Chunk(0, 0, 0, count, token_ids=(0,) * count, scored=Scored(1, count + 1, MOST_LOGPROBS, 0))
+    score(model.rows_head(), rows[:count], MicroBatch(0, (chunk,)))
 
 
 def _penalised() -> Edit:

@@ -83,7 +83,9 @@ def test_a_gpu_finds_the_same_tokens(numbers, num_top, token_id):
             expected = token_logprobs(row, *pair)
             assert [token for token, _ in found.top] == [token for token, _ in expected.top]
             logprobs = [found.logprob, *(logprob for _, logprob in found.top)]
-            assert logprobs == pytest.approx([expected.logprob, *(one for _, one in expected.top)], rel=1e-12, abs=1e-12)
+            assert logprobs == pytest.approx(
+                [expected.logprob, *(one for _, one in expected.top)], rel=1e-12, abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])

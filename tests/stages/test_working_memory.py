@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
-from sarathi_pp.stages.working_memory import LargestMicrobatch, smaller_options
+from sarathi_pp.drawing.scoring import SLICE_ROWS
+from sarathi_pp.model.checkpoint.mlp import MLPShape
+from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.stages.working_memory import LargestMicrobatch, estimate_working_bytes, smaller_options
 
 
 @given(
@@ -42,3 +45,13 @@ def test_it_has_all_tokens_in_sequences_of_legal_lengths(policy, stages, chunk_s
 )
 def test_only_options_that_help_are_named(policy, options):
     assert smaller_options(parse_policy(policy), Limits(2, 256, 8, 100_000, 16, 50_000, 2)) == options
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(8, 1), (64, 1), (512, 1), (512, 4), (512, 128)])
+def test_an_estimate_has_the_logits_of_one_slice_of_scored_tokens_or_of_all_drawn_rows(num_tokens, num_rows):
+    facts = ModelFacts("llama", "LlamaForCausalLM", 2, 16, 1, 1, 16, 100_000, 1000, "float32", False, "")
+    largest = LargestMicrobatch(num_tokens, num_rows, 1000)
+    found = estimate_working_bytes(facts, MLPShape(16, 2), largest, 4, has_lm_head=True, graphed=False)
+    scored, drawn = min(SLICE_ROWS, num_tokens) * 4, num_rows * (4 + 8 + 4)
+    # Scoring one row takes up to 64 bytes for each token of the vocabulary.
+    assert max(scored, drawn) <= found / 100_000 <= max(scored + 64, drawn) + 2

@@ -97,3 +97,18 @@ def test_a_stage_takes_what_was_planned_from_its_config(
     assert memory.least_kv_bytes(layers) == pages
     assert memory.least_bytes(layers, CHUNK_SIZE) == pytest.approx(held + pages + working, rel=0.05)
     assert 0.5 * working < memory.working_bytes(layers, CHUNK_SIZE) < 2 * working
+
+
+def test_the_plan_has_room_to_score_the_prompt_of_one_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring takes more than drawing: 64 rows of logits, against one and its distribution."""
+    sizes = {**SIZES, "vocab_size": 32_000, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = t.LlamaForCausalLM(t.LlamaConfig(**sizes))
+    model.save_pretrained(tmp_path)
+    options = RunConfig(model=str(tmp_path), chunk_size=LONGEST, max_num_seqs=1, dtype="float32")
+    planned = PlannedModel.find(str(tmp_path))
+    facts, memory = planned.facts, ModelMemory.of(planned, options, "cpu", LONGEST)
+    backend = choose_backend("sdpa", CPU, 16, Needs(torch.float32, facts.head_dim, facts.softcap, facts.sinks))
+    stage = load_stage(tmp_path, (0, 1), 1, torch.float32, CPU, backend)
+    kv = KVShard((0, 1), LONGEST // 16, 16, facts.num_kv_heads, facts.head_dim, torch.float32, CPU)
+    working = working_bytes(memory, stage, kv, monkeypatch)
+    assert 64 * 32_000 * 4 < working <= memory.working_bytes((0, 1), LONGEST) < 1.5 * working

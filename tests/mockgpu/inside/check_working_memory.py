@@ -141,15 +141,17 @@ def test_a_real_microbatch_that_draws_the_most_rows_needs_no_more(rules, model):
 
 @pytest.mark.usefixtures("computed")
 def test_graphs_and_buffers_are_kept_room_for(model):
-    sizes = {}
+    sizes, count = {}, 64
     for eager, by_nccl in ((True, False), (False, False), (True, True)):
-        _, stages = make(model, attention="triton", chunk_size=8, enforce_eager=eager, by_nccl=by_nccl, inflight=3)
+        options = {"chunk_size": count, "enforce_eager": eager, "inflight": 3}
+        _, stages = make(model, attention="triton", by_nccl=by_nccl, **options)
         stages.load((2, 4), ROOM)
         sizes[eager, by_nccl] = working_bytes(stages, (2, 4))
-    # Hidden states that arrive and leave, 4 messages each way, of 8 tokens.
-    assert abs(sizes[True, True] - sizes[True, False] - 2 * 4 * 8 * HIDDEN * 4) <= 2 * PAGE_BYTES
+    # Hidden states that arrive and leave, 4 messages each way.
+    assert abs(sizes[True, True] - sizes[True, False] - 2 * 4 * count * HIDDEN * 4) <= 2 * PAGE_BYTES
     # The largest graph takes the memory of the largest microbatch, and holds its inputs and outputs.
-    assert sizes[False, False] - sizes[True, False] > 8 * ACTIVATIONS + 2 * 8 * HIDDEN * 4
+    graphs = count * ACTIVATIONS + 2 * count * HIDDEN * 4
+    assert sizes[False, False] - sizes[True, False] > graphs - 2 * PAGE_BYTES
 
 
 @pytest.mark.usefixtures("computed")

@@ -19,7 +19,6 @@ Times are microseconds from the start of the run window. Earlier times (requests
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple, TextIO
 from sarathi_pp.analysis.csv_rows import run_begin
 from sarathi_pp.analysis.stage_states import Idle, gap_before, idle_spans
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
+from sarathi_pp.core.request_index import index_name
 from sarathi_pp.trace.events import Issued, RequestArrived, RequestFinished, Returned
 
 TraceEvent = dict[str, Any]
@@ -39,8 +39,6 @@ TraceEvent = dict[str, Any]
 _TICKS_PER_US = 8
 _TICKS_PER_S = _TICKS_PER_US * 1_000_000
 _MARK_TICKS = _TICKS_PER_US
-
-_SEQUENCE = re.compile(r"s(\d+)")
 
 
 class _Row(NamedTuple):
@@ -320,14 +318,14 @@ def _request_events(timeline: Timeline, ruler: _Ruler) -> Iterator[TraceEvent]:
         # All have one name, because Perfetto then draws the asynchronous slices in as few lanes as possible.
         yield _async("b", "request", arrival.index, ruler.ticks(arrival.at_s), _facts(arrival, request, ruler))
         for phase, (since, until) in zip(("waiting", "prompt", "output"), pairwise(moments), strict=False):
-            yield _async("b", phase, arrival.index, ruler.ticks(since), {"request": arrival.index})
+            yield _async("b", phase, arrival.index, ruler.ticks(since), {"request": index_name(arrival.index)})
             yield _async("e", phase, arrival.index, ruler.ticks(until), {})
         yield _async("e", "request", arrival.index, ruler.ticks(end_s), {})
 
 
 def _facts(arrival: RequestArrived, request: RequestFinished | None, ruler: _Ruler) -> dict[str, object]:
     facts: dict[str, object] = {
-        "request": arrival.index,
+        "request": index_name(arrival.index),
         "arrived_s": ruler.seconds(arrival.at_s),
         "prompt_tokens": arrival.prompt_tokens,
     }
@@ -371,8 +369,8 @@ def _request_changes(timeline: Timeline) -> list[tuple[float, int, int]]:
     """
     started: dict[int, float] = {}
     for event in timeline.issued:
-        for sequence in _SEQUENCE.findall(event.text):
-            started.setdefault(int(sequence), event.at_s)
+        for sequence in event.sequences:
+            started.setdefault(sequence, event.at_s)
     changes = [(arrival.at_s, 1, 0) for arrival in timeline.arrived]
     changes += [(at_s, -1, 1) for at_s in started.values()]
     changes += [(r.finished_s, 0, -1) if r.index in started else (r.finished_s, -1, 0) for r in timeline.finished]

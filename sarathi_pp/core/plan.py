@@ -7,7 +7,8 @@ Text form, used in traces, logs and the expected schedules of tests:
       |  |  |   |     `- decodes
       |  |  |   `- tokens in the chunk
       |  |  `- position of the chunk's first token
-      |  `- sequence; `s3.1` is sequence 3 when it is computed a second time (epoch 1)
+      |  `- sequence; `s3.1` is sequence 3 when it is computed a second time (epoch 1), and `s3/2` is the third
+      |     choice of the same input line
       `- index of the microbatch
 
 Chunk, SamplingRow and SampledToken are tuples. One of each is made for every token that is drawn, and making a tuple
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sarathi_pp.core.draw_rules import Failure
+from sarathi_pp.core.request_index import SEQUENCE_PATTERN, index_name, index_of
 
 # The reason why the coordinator issues no microbatch:
 #     full               the most microbatches are in flight
@@ -108,7 +110,7 @@ class Chunk(NamedTuple):
         return self.num_tokens * self.start + self.num_tokens**2 / 2
 
     def __str__(self) -> str:
-        name = f"s{self.sequence}.{self.epoch}" if self.epoch else f"s{self.sequence}"
+        name = f"s{index_name(self.sequence)}.{self.epoch}" if self.epoch else f"s{index_name(self.sequence)}"
         return f"{name}:{self.start}" if self.decode else f"{name}:{self.start}+{self.num_tokens}"
 
 
@@ -173,16 +175,16 @@ class MicroBatch:
         return cls(int(match[1]), tuple(chunks))
 
 
-_CHUNK = re.compile(r"s(\d+)(?:\.(\d+))?:(\d+)(?:\+(\d+))?")
+_CHUNK = re.compile(SEQUENCE_PATTERN + r"(?:\.(\d+))?:(\d+)(?:\+(\d+))?")
 
 
 def _parse_chunks(text: str, *, decode: bool) -> Iterable[Chunk]:
     for word in text.split():
         match = _CHUNK.fullmatch(word)
-        if match is None or (match[4] is None) != decode:
+        if match is None or (match[5] is None) != decode:
             raise ValueError(f"not a {'decode like s1:300' if decode else 'prefill chunk like s3:256+128'}: {word!r}")
-        num_tokens = 1 if decode else int(match[4])
-        yield Chunk(int(match[1]), int(match[2] or 0), int(match[3]), num_tokens, decode)
+        num_tokens = 1 if decode else int(match[5])
+        yield Chunk(index_of(match[1], match[2]), int(match[3] or 0), int(match[4]), num_tokens, decode)
 
 
 class TokenLogprobs(NamedTuple):

@@ -25,7 +25,7 @@ class Request:
 
     Attributes:
         index: number that is unique in a run: the number of its input line minus 1, plus 2**32 for each earlier choice
-            of the same line. It names the sequence in schedules and traces (`s<index>`).
+            of the same line. Schedules and traces name the sequence by it: see request_index.py.
         prompt_token_ids: never empty. They are stored as an int32 array, 4 bytes per token, since thousands of long
             prompts may wait.
         sampling: sampling parameters. Their seed is a number, never None.

@@ -19,6 +19,7 @@ from array import array
 from sarathi_pp.core.plan import Scored, TokenLogprobs
 from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Request
+from sarathi_pp.core.request_index import index_name
 
 
 class Sequence:
@@ -128,4 +129,5 @@ class Sequence:
         self.pages = []
 
     def __repr__(self) -> str:
-        return f"Sequence(s{self.index}.{self.epoch} {self.done}<={self.issued}<={self.known} pages={len(self.pages)})"
+        cursors = f"{self.done}<={self.issued}<={self.known}"
+        return f"Sequence(s{index_name(self.index)}.{self.epoch} {cursors} pages={len(self.pages)})"

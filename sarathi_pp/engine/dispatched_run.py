@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from sarathi_pp.core.request import Completion
+from sarathi_pp.core.request_index import index_name
 from sarathi_pp.engine.messages import RequestError, Result, Stop, Submit
 from sarathi_pp.engine.remote_replicas import RemoteReplicas
 from sarathi_pp.errors import RowError
@@ -237,7 +238,7 @@ class LocalSink:
     def finish(self, row: Row, completion: Completion, metrics: Mapping[str, object]) -> None:
         assert row.request is not None
         with self._run.writing(0, row.request.index, len(completion.token_ids)) as given:
-            assert given is row, f"replica 0 does not hold request {row.request.index}"
+            assert given is row, f"replica 0 does not hold request {index_name(row.request.index)}"
             with self._run.calling_sink() as sink:
                 sink.finish(row, completion, metrics)
 
@@ -247,7 +248,7 @@ class LocalSink:
                 sink.fail(row, error)
             return
         with self._run.writing(0, row.request.index, 0) as given:
-            assert given is row, f"replica 0 does not hold request {row.request.index}"
+            assert given is row, f"replica 0 does not hold request {index_name(row.request.index)}"
             with self._run.calling_sink() as sink:
                 sink.fail(row, error)
 

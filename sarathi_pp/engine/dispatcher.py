@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
+from sarathi_pp.core.request_index import index_name
 from sarathi_pp.engine.dispatched_run import LOOK_S, REACTION_S, DispatchedRun, LocalSink, LocalSource
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.engine.messages import Abort, Message, RequestError, Result, decode
@@ -170,4 +171,6 @@ class Dispatcher:
         if run is not None and run.write(replica, message):
             return
         if not self._ledger.may_be_late(replica, message.index):
-            raise ProtocolError(f"{name} answered request {message.index}, which rank 0 had not given to it")
+            raise ProtocolError(
+                f"{name} answered request {index_name(message.index)}, which rank 0 had not given to it"
+            )

@@ -8,11 +8,10 @@ from hashlib import blake2b
 from typing import Literal
 
 from sarathi_pp.core.request import Request
+from sarathi_pp.core.request_index import NEXT_CHOICE
 from sarathi_pp.errors import RowError
 
 Form = Literal["own", "openai-chat", "openai-completion"]
-# The index of a request grows by this with each choice of its input line.
-_NEXT_CHOICE = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Row:
     @property
     def choice(self) -> int:
         """Number of this request among those of the input line, from 0."""
-        return self.request.index // _NEXT_CHOICE if self.request else 0
+        return self.request.index // NEXT_CHOICE if self.request else 0
 
     def choices(self) -> Iterator[Row]:
         """Yield the row of each choice of the input line, this one first. They share the prompt's tokens.
@@ -71,7 +70,7 @@ class Row:
             sampling = replace(
                 self.request.sampling, seed=choice_seed(seed, choice), prompt_logprobs=None, logprobs_from=0
             )
-            index = self.request.index + choice * _NEXT_CHOICE
+            index = self.request.index + choice * NEXT_CHOICE
             yield replace(self, request=replace(self.request, index=index, sampling=sampling))
 
 

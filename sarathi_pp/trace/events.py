@@ -23,11 +23,12 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 from sarathi_pp.core.cost.model import Load
 from sarathi_pp.core.plan import IdleReason, MicroBatch
 from sarathi_pp.core.request import FinishReason
+from sarathi_pp.core.request_index import SEQUENCE_PATTERN, index_of
 from sarathi_pp.errors import InputError
 
 SCHEMA = "sarathi-pp/trace/2"
 
-_SEQUENCE = re.compile(r"s(\d+)")
+_SEQUENCE = re.compile(SEQUENCE_PATTERN)
 
 CutReason = Literal["size", "queue"]
 
@@ -115,7 +116,7 @@ class Issued:
     @property
     def sequences(self) -> list[int]:
         """Indices of the sequences in the microbatch."""
-        return list(map(int, _SEQUENCE.findall(self.text)))
+        return [index_of(line, choice) for line, choice in _SEQUENCE.findall(self.text)]
 
     @property
     def num_chunks(self) -> int:

@@ -22,6 +22,7 @@ from scipy.optimize import nnls
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink
+from sarathi_pp.core.request_index import SEQUENCE_PATTERN, index_of
 from sarathi_pp.sim.pipeline import Link, Links
 
 # Shapes of the cost of linear layers, as cost models without stages: proportional to the tokens, then with a ridge,
@@ -56,7 +57,7 @@ MEDIAN_TO_SIGMA = 1.4826
 # Limit of measured rates. Faster links need not be distinguished, and JSON has no infinity.
 _MOST_BYTES_PER_S = 1e15
 
-_PREFILL_CHUNK = re.compile(r"s(\d+)(?:\.\d+)?:(\d+)\+(\d+)")
+_PREFILL_CHUNK = re.compile(SEQUENCE_PATTERN + r"(?:\.\d+)?:(\d+)\+(\d+)")
 
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -275,7 +276,8 @@ def _prompts_ended(text: str, prompts: dict[int, int]) -> int:
         text: the printed microbatch.
         prompts: number of prompt tokens by index of the sequence.
     """
-    return sum(int(b) + int(n) == prompts.get(int(s)) for s, b, n in _PREFILL_CHUNK.findall(text))
+    chunks = _PREFILL_CHUNK.findall(text)
+    return sum(int(begin) + int(count) == prompts.get(index_of(*name)) for *name, begin, count in chunks)
 
 
 def _seconds(stage: StageTimeline, count: int) -> Vector:

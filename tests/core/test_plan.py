@@ -6,7 +6,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch
 
 chunks = st.builds(
     lambda sequence, epoch, start, num, decode: Chunk(sequence, epoch, start, 1 if decode else num, decode),
-    st.integers(0, 10**6),
+    st.integers(0, 10**6) | st.integers(0, 127 << 32),
     st.integers(0, 5),
     st.integers(0, 10**6),
     st.integers(1, 10**5),
@@ -22,7 +22,7 @@ def test_text_form_round_trips(index, parts):
 
 
 def test_text_form_is_the_documented_one():
-    text = "m7[s3:256+128 s4.1:0+8 | d s1:300 s2:17]"
+    text = "m7[s3:256+128 s4.1:0+8 | d s1:300 s2/5:17]"
     microbatch = MicroBatch.parse(text)
     assert str(microbatch) == text
     assert (microbatch.num_tokens, microbatch.num_decodes) == (138, 2)

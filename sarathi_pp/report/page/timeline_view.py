@@ -24,7 +24,7 @@ TIMELINE = f"""<div class="tools" role="toolbar" aria-label="Time shown">
  aria-label="Microbatches of each stage over time. Arrow keys move, plus and minus zoom, 0 shows the whole run.">
 <canvas id="timeline-canvas" aria-hidden="true"></canvas><div id="timeline-tip" role="status" hidden></div></div>
 <p class="hint"><code>m7[s3:256+128 | d s1:300]</code> is microbatch 7. It has 128 prompt tokens of sequence 3 from
-position 256, and a decode of sequence 1 that reads 300 tokens. <code>head</code> is the LM head of a microbatch that
-the first stage computes for the last one.</p>
+position 256, and a decode of sequence 1 that reads 300 tokens. <code>s3/1</code> is the second choice of its
+line. <code>head</code> is the LM head of a microbatch that the first stage computes for the last one.</p>
 <p class="hint">Turn the wheel to zoom, and drag to move. Or use the keys: arrows, +, - and 0. If several microbatches
 share a pixel, it has their mixed colour, which is paler the longer the stage is idle.</p>"""

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/measure_masks.py --output docs/benchmarks/results/masks.json
 
-Makes a Llama with random weights and a byte-level tokenizer of 131,072 tokens. The time of a mask is measured in this
+Make a Llama with random weights and a byte-level tokenizer of 131,072 tokens. The time of a mask is measured in this
 process, after every token of some random outputs. Then runs of `generate` take turns in every round: all rows have a
 nested JSON schema, or none has. There are two stages with one compute thread each. All outputs have the same length,
 since the schema asks for a longer array. It takes less than 3 minutes.

@@ -104,7 +104,7 @@ def test_every_number_in_the_text_is_one_of_the_report() -> None:
     run = run_of(Schedule(8, 2, constant(1.0), host=constant(0.25)).events(), causes=CAUSES, advice=ADVICE)
     report = made_unique(dict(run.report)) | {"started_unix_s": 0}
     text = text_of(page_of(PagePart("a run", run.timeline, run.bubbles, report)))
-    explained = r"\bp(50|90|99)\b|e2el|99th|and -, 0|m7\[.*?300 tokens|0% if all"
+    explained = r"\bp(50|90|99)\b|e2el|99th|and -, 0|m7\[.*?300 tokens|s3/1|0% if all"
     printed = re.findall(r"-?\d[\d,]*(?:\.\d+)?", re.sub(explained, "", text).replace("-", " "))
     allowed = set().union(*map(ways_to_print, leaves(report)), {f"{share * 100:.0f}" for share in shares_of(report)})
     allowed |= {number.removeprefix("-") for number in allowed}

@@ -69,13 +69,13 @@ def scan_input(
     return InputScan(num_rows, num_problems, tuple(problems))
 
 
-def names_grammars(path: str) -> bool:
-    """Return whether an input file seems to have a key with a grammar. A stream is not read.
+def names_grammars(path: str) -> bool | None:
+    """Return whether an input file seems to have a key with a grammar; None for a stream, which is not read.
 
     Such a key inside a prompt, or none of the rows left to run, does no harm: a vocabulary is read and not used.
     """
     if not is_regular(path):
-        return False
+        return None
     kept = b""
     with open_input(path) as stream:
         while block := stream.read(_BLOCK):

@@ -37,6 +37,10 @@ from sarathi_pp.run.auto_options import profile_mismatch, tuned
 from sarathi_pp.run.display import Display
 from sarathi_pp.text.tokenizer import Tokenizer, has_tokenizer
 
+# Reading the vocabulary of 131,072 tokens keeps the interpreter's lock for 1 s. This is more than ten times of that,
+# for slow and busy machines.
+_VOCABULARY_S_PER_TOKEN = 1e-4
+
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
@@ -87,7 +91,7 @@ class Preflight:
         warnings: sentences for the user about what may not be as intended.
         identity: values that a later start must share to resume the output of this one, see run_identity.py; empty if
             no later start can resume it.
-        names_grammars: input lines name grammars. Only rank 0 knows it, and only if the input is a file.
+        names_grammars: input lines name grammars. Only rank 0 knows it, and only if the input is a file. None: unknown.
     """
 
     config: RunConfig
@@ -99,7 +103,19 @@ class Preflight:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
-    names_grammars: bool = False
+    names_grammars: bool | None = None
+
+    @property
+    def prepares_grammars(self) -> bool:
+        """Return whether the stages that draw read the vocabulary for grammars before the run.
+
+        The library keeps the interpreter's lock while it reads, so the rank sends no heartbeats. If it is unknown
+        whether requests name grammars, the first one may bring that silence into the run. It must be shorter than
+        --peer-timeout.
+        """
+        if self.names_grammars is not None or self.config.num_ranks == 1:
+            return bool(self.names_grammars)
+        return self.facts.vocab_size * _VOCABULARY_S_PER_TOKEN >= self.config.peer_timeout_s
 
     def tokenizer(self) -> Tokenizer:
         """Load the model's tokenizer. If stages are emulated, return one without files, for token ids only."""

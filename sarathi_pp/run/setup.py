@@ -114,14 +114,14 @@ class AgreedStart:
         devices: device of each rank, by rank.
         transport: transport of activations between stages.
         run_dir: run directory of this rank.
-        names_grammars: input lines name grammars.
+        prepares_grammars: stages that draw read the vocabulary for grammars before the run.
     """
 
     device: torch.device
     devices: tuple[DeviceInfo, ...]
     transport: Transport
     run_dir: RunDirectory
-    names_grammars: bool
+    prepares_grammars: bool
 
     @property
     def on_cpu(self) -> bool:
@@ -209,14 +209,14 @@ def agree_on_start(member: Member) -> AgreedStart:
             "path": str(run_dir.path),
             "attempt": run_dir.attempt,
             "replaces": run_dir.replaces,
-            "names_grammars": checked.names_grammars,
+            "prepares_grammars": checked.prepares_grammars,
         }
     first = step.answers[0]
     with agreement.step("making the run directory"):
         run_dir = run_dir.joining(
             Path(first["path"]), first["attempt"], own=config.run_dir is not None, replaces=first["replaces"]
         )
-    return AgreedStart(device, devices, transport, run_dir, first["names_grammars"])
+    return AgreedStart(device, devices, transport, run_dir, first["prepares_grammars"])
 
 
 def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
@@ -296,7 +296,7 @@ def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
     num_tokens, num_keys = min(run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS)
     with agreement.step("compiling kernels and warming up"):
         stage.warm_up(num_tokens, num_keys)
-        if start.names_grammars:
+        if start.prepares_grammars:
             stage.prepare_grammars()
     return stage
 

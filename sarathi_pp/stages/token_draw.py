@@ -52,8 +52,8 @@ class TokenDraw:
     def output(self, logits: Tensor) -> StageOutput:
         """Draw tokens after the masks of their grammars are computed, and measure the wait for them.
 
-        Each step of a grammar is limited, so the wait ends. It counts as progress, since reading a large vocabulary
-        may take longer than --peer-timeout.
+        Each step of a grammar is limited, so the wait ends. It counts as progress, since loading the tokenizer of the
+        first grammar may take longer than --peer-timeout.
 
         Args:
             logits: (n, vocab), one row per chunk.

@@ -9,6 +9,7 @@ stage: the stage that fails. step: number of its microbatch, counted from 0. The
     stall         loading never ends, for any step; leaves a file of that name
     full          the host's memory has only that number of bytes free
     versions      the stage reports another release
+    vocabulary    reading the vocabulary for grammars keeps the interpreter's lock for `step` milliseconds
 
 With stage=* every rank may be silent for a second in set-up. Then `slow` makes the ranks take turns to compute for
 `step` milliseconds longer in each phase of set-up; `stop` makes rank 1 stop itself in phase number `step`. The package
@@ -25,7 +26,8 @@ from contextlib import contextmanager
 
 FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
 # Imported before any rank has joined.
-TARGETS = {what: "sarathi_pp.distributed.control_plane" for what in ("slow", "stop")}
+DISTURBED = {what: "sarathi_pp.distributed.control_plane" for what in ("slow", "stop")}
+TARGETS = {**DISTURBED, "vocabulary": "sarathi_pp.drawing.grammar"}
 TARGET = TARGETS.get(FAULT.rpartition(":")[2], "sarathi_pp.stages.model_stage")
 PATIENCE_S = 1.0
 
@@ -104,6 +106,19 @@ def leave_free(num_bytes, stage):
     capacity.memory_pools = pools
 
 
+def hold_lock(module, stage, milliseconds):
+    import ctypes
+
+    read = module._vocabulary
+
+    def read_slowly(backend):
+        if is_chosen(stage):
+            ctypes.PyDLL(None).usleep(milliseconds * 1000)  # a PyDLL keeps the lock, as the library does
+        return read(backend)
+
+    module._vocabulary = read_slowly
+
+
 def fail_in_microbatch(module, stage, step, what):
     prepare, steps = module.ModelStage.prepare, []
 
@@ -127,12 +142,14 @@ def fail_in_microbatch(module, stage, step, what):
 def spoil(module, stage, step, what):
     if vars(module).setdefault("spoiled", os.getpid()) != os.getpid():
         return  # the launcher did it already, as the same stage
-    if what in TARGETS:
+    if what in DISTURBED:
         disturb_phases(step, what)
     elif what == "stall":
         stall_loading(module, stage)
     elif what == "full":
         leave_free(step, stage)
+    elif what == "vocabulary":
+        hold_lock(module, stage, step)
     else:
         fail_in_microbatch(module, stage, step, what)
 

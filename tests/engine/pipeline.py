@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,13 +30,15 @@ from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import LMHead
+from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.stages.tokenizer_files import TokenizerFiles
 from sarathi_pp.trace.clock import Clock, SystemClock
 from sarathi_pp.trace.timer import HostTimer, Timer
-from sarathi_pp.wire.channel import QueueChannel
+from sarathi_pp.wire.channel import NoSender, QueueChannel
+from tests.engine.thread_group import shard_groups
 from tests.machine import patient
 
 CPU = torch.device("cpu")
@@ -53,6 +56,20 @@ def stage_models(
         load_stage(directory, layers, facts.num_layers, dtype, CPU, choose_backend("auto", CPU, None))
         for layers in partition(facts.num_layers, num_stages, layer_split)
     ]
+
+
+@cache
+def sharded_models(directory: Path, num_stages: int):
+    """Return the models of two shards of each stage, by shard, and the group of each, by stage."""
+    facts = check_model(directory)
+    groups, chains = [shard_groups() for _ in range(num_stages)], []
+    for shard in range(2):
+        chain = []
+        for group, layers in zip(groups, partition(facts.num_layers, num_stages, None), strict=True):
+            attention, part = choose_backend("auto", CPU, None), TensorShard(shard, 2, group[shard].all_reduce)
+            chain.append(load_stage(directory, layers, facts.num_layers, torch.float32, CPU, attention, shard=part))
+        chains.append(chain)
+    return chains, groups
 
 
 @cache
@@ -163,45 +180,59 @@ def run_pipeline(
     new_timer: Callable[[Clock], Timer] = HostTimer,
     cost: CostModel | None = None,
     moves_head: bool = True,
+    two_shards: bool = False,
 ) -> Outcome:
-    """Run a pipeline; moves_head: the first stage computes every other head instead of the last stage."""
+    """Run a pipeline.
+
+    Args:
+        moves_head: the first stage computes every other head instead of the last stage.
+        two_shards: each stage is two tensor shards, in float32. No head moves.
+    """
     facts, models = stage_models(directory, stages, dtype, layer_split)
     inflight = inflight or stages
     clock = SystemClock()
     sizes = stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight
     limits = Limits(*sizes, facts.longrope_after)
-    edges = [QueueChannel(clock, inflight + 1) for _ in range(stages)]
     recorders = [ListRecorder() for _ in range(stages)]
-    runners = []
-    for index, model in enumerate(models):
-        kv = KVShard(model.layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
-        head = head_of(directory, dtype) if moves_head and index == 0 and stages > 1 else None
+    moves_head = moves_head and stages > 1 and not two_shards
+    facts = facts.sharded(2 if two_shards else 1)
+    chains, groups = sharded_models(directory, stages) if two_shards else ([models], [[None]] * stages)
+    edges = [[QueueChannel(clock, inflight + 1) for _ in chain] for chain in chains]
+    headers = [QueueChannel(clock, inflight + 1) for _ in chains[1:]]  # from the leader to its other shards
+    runners = {}
+    for (shard, chain), index in product(enumerate(chains), range(stages)):
+        kv = KVShard(chain[index].layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
+        head = head_of(directory, dtype) if moves_head and index == 0 else None
         grammars = GrammarThread(TokenizerFiles(directory))
-        stage = ModelStage(model, kv, facts.hidden_size, dtype, CPU, head, grammars=grammars)
-        runners.append(StageRunner(stage, edges[index], recorders[index], clock, new_timer(clock)))
+        stage = ModelStage(chain[index], kv, facts.hidden_size, dtype, CPU, head, grammars=grammars)
+        way_out = NoSender() if shard and index == stages - 1 else edges[shard][index]
+        recorder, others = ListRecorder() if shard else recorders[index], () if shard or index else headers
+        runners[shard, index] = StageRunner(
+            stage, way_out, recorder, clock, new_timer(clock), shards=others, shard_group=groups[index][shard]
+        )
     errors: list[BaseException] = []
 
-    def serve(index: int) -> None:
+    def serve(shard: int, index: int) -> None:
         try:
-            runners[index].serve(edges[index - 1])
+            runners[shard, index].serve(edges[shard][index - 1] if index else headers[shard - 1])
         except BaseException as error:
             errors.append(error)
             raise
 
-    threads = [threading.Thread(target=serve, args=(index,), daemon=True) for index in range(1, stages)]
+    threads = [threading.Thread(target=serve, args=place, daemon=True) for place in runners if place != (0, 0)]
     for thread in threads:
         thread.start()
     engine = Engine(
         limits,
         make_policy(policy),
-        runners[0],
-        edges[-1],
+        runners[0, 0],
+        edges[0][-1],
         recorders[0],
         clock,
         eos_token_ids=eos_token_ids,
         stop_checkers=lambda stop: None,
         cost=cost,
-        heads=InTurn() if moves_head and stages > 1 else None,
+        heads=InTurn() if moves_head else None,
     )
     params = sampling or [SamplingParams(max_new_tokens=max_new_tokens, seed=0)] * len(prompts)
     ends = paragraph_ends or [()] * len(prompts)

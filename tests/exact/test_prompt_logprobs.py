@@ -81,6 +81,26 @@ def test_they_are_equal_for_every_cut(stages, size, changed, known, whole):
     assert whole.tokens == [output[:NEW_TOKENS] for output in known.outputs[:NUM_PROMPTS]]
 
 
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_tensor_shards_give_them_too(stages, known, whole):
+    """Their sums have another order of addition, so the last bits differ, but not with the cut of the work."""
+    found = run(known, stages=stages, size=512, two_shards=True)
+    small = run(known, stages=stages, size=7, two_shards=True, num_pages=30, policy="orca")
+    assert found.num_preemptions == 0 < small.num_preemptions
+    assert small.prompt_logprobs == found.prompt_logprobs
+    assert found.tokens == small.tokens == whole.tokens
+    assert sum(one is not None for one in found.prompt_logprobs) == NUM_PROMPTS - 1
+    for ours, theirs in zip(found.prompt_logprobs, whole.prompt_logprobs, strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+            continue
+        for one, other in zip(ours.by_token(), theirs.by_token(), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
+                assert dict(one.top) == pytest.approx(dict(other.top), rel=1e-5, abs=1e-5)
+
+
 @pytest.mark.parametrize("new_tokens", [0, 1])
 def test_a_request_without_output_computes_its_prompt(new_tokens, known, whole):
     found = run(known, stages=2, size=16, sampling=params(max_new_tokens=new_tokens))

@@ -58,17 +58,40 @@ def test_choices_are_those_of_rows_with_their_seeds(shape, reference, tmp_path):
 
 def test_a_cut_output_is_resumed_by_whole_lines(tmp_path):
     files = Files(tmp_path)
-    rows = [{"id": str(number), "prompt": f"{number}+3=", **SAMPLED, "n": 3} for number in range(6)]
+    rows: list[dict[str, Any]] = [
+        {
+            "id": str(number),
+            "prompt": f"{number}+3=",
+            **SAMPLED,
+            "n": 3,
+            "prompt_logprobs": 1,
+            "logprobs_from": number % 3,
+        }
+        for number in range(4)
+    ]
+    body = {"prompt": "1+2=", "echo": True, "logprobs": 1, "max_tokens": 3, "temperature": 1.0, "n": 3}
+    rows += [{"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body} for name in "45"]
     whole = answered(files, ADDER, rows)
     lines = files.output.read_bytes().splitlines(keepends=True)
     files.output.write_bytes(b"".join(lines[:2]) + lines[2][:-20])
     again = answered(files, ADDER, rows, "--resume")
     assert files.output.read_bytes().startswith(b"".join(lines[:2]))
 
-    def texts(found: list[dict[str, Any]]) -> dict[str, list[str]]:
-        return {line["id"]: [output["text"] for output in line["outputs"]] for line in found}
+    def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for line in found:
+            for answer in (line, *line.get("outputs", [])):
+                answer.pop("metrics", None)
+            if "response" in line:
+                line["response"]["body"].pop("created", None)
+        return sorted(found, key=lambda line: str(line.get("custom_id", line["id"])))
 
-    assert texts(again) == texts(whole)
+    found = without_times(again)
+    assert found == without_times(whole)
+    *own, echo, _ = found
+    assert all(len(line["prompt_logprobs"]) == 5 - int(line["id"]) % 3 for line in own)
+    for choice in echo["response"]["body"]["choices"]:
+        first, *others = choice["logprobs"]["token_logprobs"]
+        assert first is None and len(others) > 4 and choice["text"].startswith("1+2=")
     assert len(again) == 6
     assert (files.report()["resumed"]["rows"], files.report()["requests"]) == (2, 12)
 

@@ -81,8 +81,10 @@ def told_by(command: Sequence[str], folder: Path, *, pipe: bool, new_session: bo
     told["said"] = done.stderr
     for name in _OF_ONE_START:
         told["variables"].pop(name, None)
-    words, shown = (list(filter(None, texts)) for texts in told.pop("shown"))
-    told["shown"] = words, sorted(text for text in shown if not text.startswith(_OF_ONE_START))
+    (interpreter, *words), shown = (list(filter(None, texts)) for texts in told.pop("shown"))
+    # The script torchrun names its interpreter, and a warm start names that of pytest: python3 or python.
+    found = os.path.dirname(interpreter), os.path.realpath(interpreter)
+    told["shown"] = found, words, sorted(text for text in shown if not text.startswith(_OF_ONE_START))
     return told
 
 

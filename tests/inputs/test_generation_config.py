@@ -236,7 +236,8 @@ PUBLISHED = {
         "top_p": 0.95,
         "transformers_version": "4.39.3",
     },
-    "DeepSeek-V4": {
+    "DeepSeek-V4-Flash": {
+        "_from_model_config": True,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "do_sample": True,

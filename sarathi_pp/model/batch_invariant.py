@@ -3,8 +3,9 @@
 With torch's operations alone, the last bits of a row depend on how many rows are computed with it. A sampled token can
 depend on those bits. So a run that is interrupted and resumed would not always draw the tokens of an undisturbed run.
 
-    products       sum in another order if few rows are left for a thread. So rows are padded to a multiple of a step,
-                   4 on a Zen 4. No library documents the step, so it is found by trying.
+    products       sum in another order if few rows are left for a thread, or on some processors at another place among
+                   the rows. So our own product computes them (fuse/float_linear.py). Without numba, rows are padded to
+                   a multiple of a step, 4 on a Zen 4. No library documents the step, so it is found by trying.
     exp, cos, ...  are computed for a whole SIMD register of numbers at once. Numbers that do not fill a register, at
                    the end of a thread's part, are computed one by one, which gives other last bits. So the numbers are
                    padded to whole registers, and computed in pieces that are small enough for one thread.
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from sarathi_pp.model.fuse.float_linear import float_product, has_float_gemm
 
 # Steps that row_step tries, the number of rows for the trial, and the numbers of inputs and outputs.
 _STEPS = (1, 2, 4, 8, 16, 32)
@@ -73,9 +76,13 @@ def row_step(num_threads: int) -> int:
     inputs, outputs = _SIZES
     x, weight = (torch.randn(rows, inputs, generator=random) for rows in (_MOST_ROWS, outputs))
     whole = functional.linear(x, weight)
+
+    def is_invariant(first: int, count: int) -> bool:
+        return functional.linear(x[first : first + count].clone(), weight).equal(whole[first : first + count])
+
     for step in _STEPS:
         counts = range(step, _MOST_ROWS, step)
-        if all(functional.linear(x[:count], weight).equal(whole[:count]) for count in counts):
+        if all(is_invariant(0, count) and is_invariant(_MOST_ROWS - count - 1, count) for count in counts):
             return step
     warnings.warn(
         "on this machine, the last bits of float32 products depend on the number of rows: sampled tokens may change",
@@ -96,6 +103,10 @@ class _BatchInvariantMode(TorchFunctionMode):
 
 
 def _product(func: Callable[..., Any], args: Sequence[Any], at: int) -> Tensor:
+    if has_float_gemm():
+        weight = args[at + 1]
+        bias = args[0] if at else args[2] if len(args) > 2 else None
+        return float_product(args[at], weight if func is functional.linear else weight.T, bias)
     x = args[at].reshape(-1, args[at].shape[-1])
     missing = -x.shape[0] % row_step(torch.get_num_threads())
     padded = functional.pad(x, (0, 0, 0, missing)) if missing else x

@@ -77,7 +77,8 @@ def load_stage(
     use_bare_model(module, family.base)
     windows = layer_windows(config, family)
     lm_head = bare_lm_head(module, family.lm_head)
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, lm_head)
+    place = dtype, device
+    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, lm_head, place)
 
 
 def load_lm_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> LMHead:

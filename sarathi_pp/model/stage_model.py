@@ -32,6 +32,7 @@ class StageModel:
     Args:
         windows: for each layer of the model, the number of tokens that a row sees, its own included; None for all.
         bare_lm_head: LM head that can be called without the model around it (bare_model.py); None if there is none.
+        place: dtype and device of the computation; None for those of the module's parameters.
     """
 
     def __init__(
@@ -44,8 +45,11 @@ class StageModel:
         bytes_read: int,
         num_bytes: int = 0,
         bare_lm_head: nn.Module | None = None,
+        place: tuple[torch.dtype, torch.device] | None = None,
     ) -> None:
         self.module = module
+        # If all weights are packed, as in the last layers of an OLMo, the module has no parameter to ask.
+        self._place: tuple[torch.dtype, torch.device] = place or (module.dtype, module.device)
         self._base = module.base_model
         self._bare_lm_head = bare_lm_head
         self.num_bytes = num_bytes
@@ -55,7 +59,7 @@ class StageModel:
         self.backend = backend
         self.bytes_read = bytes_read
         self.steps = np.zeros(1, np.int64)
-        self._batch_invariant = batch_invariant_mode(module.dtype, module.device)
+        self._batch_invariant = batch_invariant_mode(*self._place)
 
     @property
     def embed(self) -> bool:
@@ -100,7 +104,7 @@ class StageModel:
     def rows_head(self) -> LMHead:
         """Return the LM head for rows of `forward_rows`. It shares the weights, and gives the bits of `forward`."""
         module = self.module if self._bare_lm_head is not None else _without_base(self.module)
-        return LMHead(module, 0, self.module.dtype, self.module.device, 0, self._bare_lm_head)
+        return LMHead(module, 0, *self._place, 0, self._bare_lm_head)
 
     def _drawn(self, rows: Tensor, inputs: StageInputs) -> Tensor:
         return rows if inputs.all_logits else rows.index_select(0, inputs.logit_rows)

@@ -38,6 +38,7 @@ from sarathi_pp.model.checkpoint.entries import loaded_bytes, stored_bytes, weig
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
@@ -210,6 +211,11 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     else:
         lacks = "needs the package numba" if find_spec("numba") is None else "the processor has no AVX512-BF16"
         yield Finding("kernels", "numba's", "unused", f"for bfloat16 linear layers on CPU: {lacks}")
+    if has_float_gemm():
+        yield Finding("kernels", "numba's", "used" if on_cpu else "unused", "for float32 linear layers on CPU")
+    else:
+        lacks = "needs the package numba" if find_spec("numba") is None else "the processor has no AVX2"
+        yield Finding("kernels", "numba's", "unused", f"for float32 linear layers on CPU: {lacks}")
     state: State = "used" if on_cpu and has_onednn() and not has_gemm() else "unused"
     detail = (
         "for bfloat16 linear layers that numba's kernels cannot compute"

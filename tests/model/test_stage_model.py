@@ -279,6 +279,7 @@ def test_windows_follow_the_table() -> None:
     assert layer_windows(FAMILIES["llama"](), SUPPORTED["LlamaForCausalLM"]) == (None,) * NUM_LAYERS
 
 
+@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt2", "opt"])
 def test_a_stage_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: Path) -> None:
     """All other bytes of the weights are NaN, and none of them reaches the result."""

@@ -218,6 +218,7 @@ def of_shard(key: str, index: int, size: int, *, shared: bool) -> tuple[slice | 
 LENGTHS: dict[str, tuple[int, ...]] = {}
 
 
+@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize("family", PROVEN)
 def test_a_shard_reads_its_own_bytes_only(family: str, saved: Saved, tmp_path: Path) -> None:
     """All other bytes of the weights are NaN, and none of them reaches the result."""

@@ -18,6 +18,8 @@ from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, spli
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sarathi_pp.model.fuse.float_linear import FloatLinear, has_float_gemm
+
 # oneDNN builds kernels for each new number of rows, in 10 to 20 ms per shape of weights. It takes up to 40 % longer if
 # the number is no multiple of 16. So rows are multiplied in blocks of 256, for which a packed layout is tuned as well.
 # The last block is padded to a multiple of the step, so there are at most 16 different numbers of rows.
@@ -34,10 +36,13 @@ _TIMED_BYTES = 64 * 2**20
 _READING_ROWS = 16
 
 
-def packed_class(linear: nn.Linear) -> type[PackedLinear] | type[OneDnnLinear] | None:
+def packed_class(linear: nn.Linear) -> type[PackedLinear] | type[OneDnnLinear] | type[FloatLinear] | None:
     """Return the class that packs a linear layer, or None if no class can."""
-    if linear.weight.dtype != torch.bfloat16 or linear.weight.device.type != "cpu":
+    dtype = linear.weight.dtype
+    if linear.weight.device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return None
+    if dtype == torch.float32:
+        return FloatLinear if has_float_gemm() else None
     if fits_gemm(linear):
         return PackedLinear
     return OneDnnLinear if has_onednn() else None

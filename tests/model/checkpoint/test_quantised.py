@@ -137,6 +137,7 @@ def test_stages_are_those_of_the_dequantised_checkpoint(family: str, form: str, 
         assert read == stored + (sum(map(stored_bytes, shared)) if tied else 0)
 
 
+@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize(
     "family, form", [("llama", "packed int4 groups"), ("llama", "gptq int4 ordered"), ("qwen3_moe", "fp8 blocks")]
 )
@@ -396,6 +397,7 @@ def test_loading_peaks_near_the_floats(form: str, tmp_path: Path) -> None:
         assert grown < 1.05 * held + blocks, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of floats"
 
 
+@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize("form", ["gptq int4", "awq int4", "packed int4 groups"])
 def test_a_quantised_lm_head(form: str, tmp_path: Path) -> None:
     write_checkpoint("qwen3", tmp_path / "source")

@@ -65,6 +65,7 @@ def changed(source: Path, directory: Path, text: dict[str, Any], outer: dict[str
     return directory
 
 
+@pytest.mark.usefixtures("plain_linears")
 @pytest.mark.parametrize("old_names", [False, True], ids=["new names", "published names"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_have_the_weights_of_the_whole_model(kind: str, old_names: bool, saved: Saved) -> None:
@@ -159,6 +160,7 @@ def test_qwen_vl_is_published_without_a_text_config(saved: Saved, tmp_path: Path
     assert ours.module.config.layer_types == model.module.config.layer_types
 
 
+@pytest.mark.usefixtures("plain_linears")
 def test_a_stored_lm_head_is_used_where_the_default_ties(saved: Saved, tmp_path: Path) -> None:
     """Published files of Mistral 3 hold an LM head of their own, and no tie_word_embeddings."""
     source = saved("mistral3", True)

@@ -211,8 +211,8 @@ def test_ours_comes_first() -> None:
     assert packed_class(bf16_linear(96, 96)) is PackedLinear
 
 
-def test_float32_and_float16_stay_plain() -> None:
-    assert packed_class(nn.Linear(32, 32)) is None and not fits_gemm(nn.Linear(32, 32))
+def test_float16_stays_plain_and_float32_is_not_for_this_product() -> None:
+    assert packed_class(nn.Linear(32, 32)) is not PackedLinear and not fits_gemm(nn.Linear(32, 32))
     assert packed_class(nn.Linear(32, 32, dtype=torch.float16)) is None
 
 

@@ -39,6 +39,17 @@ def has_avx512_bf16(features: str | None = None) -> bool:
     return {"+avx512f", "+avx512bw", "+avx512bf16"} <= set(features.split(","))
 
 
+def lines_per_register() -> float:
+    """Return how many lines of sixteen float32 a register of the processor that numba compiles for holds.
+
+    It is 1 with AVX512, 0.5 with AVX2, and 0 if the processor cannot multiply and add float32 in one instruction.
+    """
+    features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+    if "+avx512f" in features:
+        return 1.0
+    return 0.5 if {"+avx2", "+fma"} <= features else 0.0
+
+
 def compiled(**options: Any) -> Callable[[Any], Any]:
     """Return a decorator as `numba.njit` does. Its kernels let other threads run, and keep their machine code in files.
 

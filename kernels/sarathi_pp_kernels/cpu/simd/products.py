@@ -1,4 +1,4 @@
-"""Products of bfloat16 pairs, summed in float32 registers."""
+"""Products of bfloat16 pairs or float32 rows, summed in float32 registers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     LANES,
     PAIRS,
     WORDS,
+    both_halves,
     dot,
+    each_line,
     element_at,
+    fma,
     halves_at,
     index,
     pairs_at,
@@ -107,6 +110,65 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
     integers = [types.int64] * 11
     return types.void(rows, panels, asks, bf16, *integers), generate
+
+
+@intrinsic(prefer_literal=True)
+def float_tile(  # type: ignore[no-untyped-def]
+    typing, rows, panels, pairs, weight, panel_words, x, x_step, num_lines, begin, out, out_row, ahead, ahead_step
+):
+    """Compute out[r][lane of panel p] = begin[lane of p] + sum over k of x[k][r] * panel p[k][lane], in float32.
+
+    The sum is over ascending k, one number at a time. So the bits of a row depend on nothing but the row.
+
+    Args:
+        rows: number of rows of the tile, a literal.
+        panels: number of panels of the tile, a literal.
+        pairs: a literal: 1 if a line of a panel holds pairs of bfloat16, so that it has two k; 0 if it holds float32.
+        weight: address of the panels. Panel p is p * panel_words words after it.
+        x: address of the numbers of the rows, float32. Number k of row r is k * x_step + r after it.
+        num_lines: number of lines of a panel, at least 1.
+        begin: float32, one for each output.
+        out: address of the outputs, float32. Row r is r * out_row outputs after it.
+        ahead: address of the lines to prefetch. With line k of panel p, the line is prefetched that is
+            ahead_step * k bytes and p panels after it.
+    """
+    num_rows, num_panels, of_pairs = rows.literal_value, panels.literal_value, pairs.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        weight_, panel_words_, x_, x_step_, num_lines_, begin_, out_, out_row_, ahead_, ahead_step_ = arguments[3:]
+
+        def floats_at(address: Any, place: Any) -> Any:
+            return builder.bitcast(element_at(builder, address, F32, place), FLOATS.as_pointer())
+
+        starts = [builder.load(floats_at(begin_, index(LANES * panel)), align=4) for panel in range(num_panels)]
+        with each_line(builder, num_lines_, *(starts * num_rows)) as (line, loop):
+            factors: list[list[Any]] = []  # for each panel, a register for each k of the line
+            for panel in range(num_panels):
+                asked = builder.add(builder.mul(panel_words_, index(4 * panel)), builder.mul(line, ahead_step_))
+                prefetch_at(builder, element_at(builder, ahead_, I8, asked), cache=1)
+                word = builder.add(builder.mul(line, index(LANES)), builder.mul(panel_words_, index(panel)))
+                words = builder.load(
+                    builder.bitcast(element_at(builder, weight_, I32, word), WORDS.as_pointer()), align=4
+                )
+                factors.append(both_halves(builder, words) if of_pairs else [builder.bitcast(words, FLOATS)])
+            sums = list(loop.carried)
+            for part in range(1 + of_pairs):
+                number = builder.add(builder.mul(line, index(1 + of_pairs)), index(part))
+                place = builder.mul(number, x_step_)
+                for row in range(num_rows):
+                    one = builder.load(element_at(builder, x_, F32, builder.add(place, index(row))))
+                    value = spread(builder, one)
+                    for panel in range(num_panels):
+                        at = row * num_panels + panel
+                        sums[at] = fma(builder, value, factors[panel][part], sums[at])
+            loop.carry(*sums)
+        for at, total in enumerate(loop.results):
+            row, panel = divmod(at, num_panels)
+            place = builder.add(builder.mul(out_row_, index(row)), index(LANES * panel))
+            builder.store(total, floats_at(out_, place), align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, panels, pairs, *[types.int64] * 10), generate
 
 
 def _across(builder: Any, registers: list[Any]) -> Any:

@@ -96,6 +96,13 @@ def to_float(builder: Any, halves: Any) -> Any:
     return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
 
 
+def both_halves(builder: Any, words: Any) -> list[Any]:
+    """Convert sixteen pairs of bfloat16 to float32: the first ones, and the second ones."""
+    first = builder.shl(words, ir.Constant(WORDS, [16] * LANES))
+    second = builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES))
+    return [builder.bitcast(first, FLOATS), builder.bitcast(second, FLOATS)]
+
+
 def fma(builder: Any, factor: Any, other: Any, added: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", FLOATS, [factor, other, added])
 

@@ -1,0 +1,146 @@
+"""Linear layers in float32 on CPU, with weights packed once in the layout that our matrix product reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
+from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
+from torch import Tensor, nn
+from torch.nn import functional
+
+# Outputs of a panel.
+_PANEL = 16
+
+
+@functools.cache
+def has_float_gemm() -> bool:
+    """Return whether our matrix product in float32 runs here. It needs AVX2 or AVX512, and numba."""
+    try:
+        from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+    except ImportError:  # not installed, or not for this numpy
+        return False
+    return float_gemm.has_float_gemm()
+
+
+def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias with the bits of FloatLinear, for a weight that is not packed. It needs our product.
+
+    Args:
+        x: (..., K) float32 on CPU.
+        weight: (N, K) float32.
+        bias: (N,) or (1, N) float32, or one number for all outputs; None for none.
+    """
+    from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+
+    weight = weight.detach().contiguous()
+    outputs, inputs = weight.shape
+    begin = torch.zeros(_padded(outputs))
+    if bias is not None:
+        begin[:outputs] = bias.detach()
+
+    def multiply(tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
+        scratch = torch.empty(float_gemm.PANELS * inputs * _PANEL)
+        ranges = panels.start, panels.stop, len(begin)
+        addresses = tiles.data_ptr(), weight.data_ptr(), outputs, begin.data_ptr(), out.data_ptr()
+        float_gemm.multiply_unpacked(*addresses, num_rows, inputs, *ranges, scratch.data_ptr())
+
+    return _product(x, inputs, outputs, multiply)
+
+
+class FloatLinear(nn.Module):
+    """A linear layer by our own product: x @ weight.T + bias for float32 x (..., in_features).
+
+    Several linear layers with the same input become one layer, with their outputs next to each other. If all values of
+    the weights are bfloat16, as in a checkpoint in bfloat16, they are stored as bfloat16, with the same results. A
+    row's result depends on nothing but the row. The outputs are divided among torch's number of threads.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        super().__init__()
+        from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
+        weights = [linear.weight.detach() for linear in linears]
+        halves = self.in_features % 2 == 0 and all(map(_is_bf16, weights))
+        self._multiply = float_gemm.multiply_bf16 if halves else float_gemm.multiply_float
+        self._width = _padded(self.out_features)
+        lines = self.in_features // 2 if halves else self.in_features
+        # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
+        self._weight = empty_in_large_pages((self._width // _PANEL, lines, _PANEL), torch.int32)
+        _pack(weights, self._weight, halves=halves)
+        self._bias = torch.zeros(self._width)
+        biases = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
+        self._bias[: self.out_features] = torch.cat(biases)
+
+    def num_bytes(self) -> int:
+        return self._weight.numel() * self._weight.itemsize
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(x, self.in_features, self.out_features, self._multiply_part)
+
+    def _multiply_part(self, tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
+        self._multiply(
+            tiles.data_ptr(),
+            self._weight.data_ptr(),
+            self._bias.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            self._weight.shape[1],
+            self.in_features,
+            panels.start,
+            panels.stop,
+            self._width,
+        )
+
+
+# Multiplies the rows in tiles by some panels of a weight: tiles, outputs (rows, width), number of rows, panels.
+_Multiply = Callable[[Tensor, Tensor, int, range], None]
+
+
+def _product(x: Tensor, inputs: int, outputs: int, multiply: _Multiply) -> Tensor:
+    """Return the outputs of all rows of x (..., inputs), which the threads divide."""
+    from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+
+    assert x.dtype == torch.float32, f"packed for float32, called with {x.dtype}"
+    rows = x.reshape(-1, inputs).contiguous()
+    num_rows = rows.shape[0]
+    out = torch.empty(float_gemm.padded_rows(num_rows), _padded(outputs))
+    if num_rows:
+        tiles = scratch_of_thread(out.shape[0] * inputs)
+        float_gemm.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, inputs)
+        pieces = split_range(out.shape[1] // _PANEL, float_gemm.PANELS)
+        run_parallel([partial(multiply, tiles, out, num_rows, piece) for piece in pieces])
+    return out[:num_rows, :outputs].view(*x.shape[:-1], outputs)
+
+
+def _padded(outputs: int) -> int:
+    """Return a number of outputs that fills whole panels. The last ones have weights of 0."""
+    return -(-outputs // _PANEL) * _PANEL
+
+
+def _is_bf16(weight: Tensor) -> bool:
+    """Return whether all values are bfloat16. NaN counts as no such value."""
+    return all(torch.equal(part.bfloat16().float(), part) for part in torch.split(weight, 1024))
+
+
+def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
+    """Write weights (N, K), one below the other, in the order that float_gemm.py reads.
+
+    Args:
+        packed: (panels, lines, 16) int32.
+        halves: the lines hold pairs of bfloat16.
+    """
+    if any(len(weight) % _PANEL for weight in weights[:-1]):
+        weights = [torch.cat(weights)]
+    first = 0
+    for weight in weights:
+        words = (weight.bfloat16() if halves else weight).contiguous().view(torch.int32)
+        words = functional.pad(words, (0, 0, 0, -len(words) % _PANEL))
+        part = packed[first : first + len(words) // _PANEL]
+        part.copy_(words.view(len(part), _PANEL, -1).permute(0, 2, 1))
+        first += len(part)

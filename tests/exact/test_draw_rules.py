@@ -15,6 +15,8 @@ from tests.model.families import VOCAB_SIZE
 
 NEW_TOKENS = 12
 NUM_PROMPTS = 10
+# Against float64, the largest error of transformers' log probabilities is 5e-5 in this tiny model, and so is ours.
+ROUNDING = 1e-4
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -111,9 +113,9 @@ def test_log_probabilities_are_those_of_transformers_and_equal_for_every_cut(ref
         with torch.inference_mode():
             theirs = known.model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
         assert [one.logprob for one in ours] == pytest.approx(
-            [row[token].item() for row, token in zip(theirs, output, strict=True)], rel=1e-5, abs=1e-5
+            [row[token].item() for row, token in zip(theirs, output, strict=True)], rel=ROUNDING, abs=ROUNDING
         )
         for one, row in zip(ours, theirs, strict=True):
             assert [logprob for _, logprob in one.top] == pytest.approx(
-                row.topk(len(one.top)).values.tolist(), rel=1e-5, abs=1e-5
+                row.topk(len(one.top)).values.tolist(), rel=ROUNDING, abs=ROUNDING
             )

@@ -12,6 +12,8 @@ from tests.model.families import VOCAB_SIZE
 
 NUM_PROMPTS = 6
 NEW_TOKENS = 8
+# Against float64, the largest error of transformers' log probabilities is 5e-5 in this tiny model, and so is ours.
+ROUNDING = 1e-4
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -55,10 +57,10 @@ def test_they_are_those_of_transformers(known, whole):
         assert [one is None for one in ours] == [one is None for one in expected]
         pairs = [(one, theirs, place) for place, (one, theirs) in enumerate(zip(ours, expected, strict=True)) if one]
         for one, theirs, place in pairs:
-            assert one.logprob == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+            assert one.logprob == pytest.approx(theirs, rel=ROUNDING, abs=ROUNDING)
             top = rows[first + place - 1].topk(sampling.prompt_logprobs)
             assert len(one.top) == sampling.prompt_logprobs
-            assert [logprob for _, logprob in one.top] == pytest.approx(top.values.tolist(), rel=1e-5, abs=1e-5)
+            assert [logprob for _, logprob in one.top] == pytest.approx(top.values.tolist(), rel=ROUNDING, abs=ROUNDING)
 
 
 @pytest.mark.parametrize(

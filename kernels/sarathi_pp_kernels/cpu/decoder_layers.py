@@ -179,7 +179,7 @@ class Code(NamedTuple):
 @functools.cache
 def code_for(head_dim: int, group: int, page_size: int) -> Code:
     kernels = {
-        **{name: getattr(row_ops, name) for name in ("rms_norm", "add_rms_norm", "rotate_and_write", "silu_multiply")},
+        **row_ops.BFLOAT16._asdict(),
         **{name: getattr(gemm, name) for name in ("lay_out", "multiply")},
         "attend": attention_prefill.attend,
         "read": attention_decode_simd.compile_kernel(head_dim, group, page_size),

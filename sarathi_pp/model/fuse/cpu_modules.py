@@ -1,41 +1,57 @@
 """Modules that replace a model's own (rewrite.py): the same values with fewer passes over memory.
 
-Every rounding to bfloat16 is at the same point as in the model. All modules take bfloat16 on CPU. The linear layers
-o_proj and down_proj keep their names, because tensor_parallel.py finds by name the modules whose outputs it sums.
+All modules take the dtype of their weights, bfloat16 or float32, on CPU. Every rounding to bfloat16 is at the same
+point as in the model. The linear layers o_proj and down_proj keep their names, because tensor_parallel.py finds by name
+the modules whose outputs it sums.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
-from sarathi_pp.model.fuse.packed_linear import PackedLinear
+from sarathi_pp.model.fuse.float_linear import FloatLinear
+from sarathi_pp.model.fuse.packed_linear import PackedLinear, packed_class
+
+if TYPE_CHECKING:
+    from sarathi_pp_kernels.cpu.row_ops import RowOps
 
 # Fewest rows per thread: for fewer, waking a thread is not worth it.
 _ROWS_A_THREAD = 32
 
 
+def _pack(*linears: nn.Linear) -> PackedLinear | FloatLinear:
+    """Return one packed layer with the outputs of all these layers, which have the same input."""
+    packed = packed_class(linears[0])
+    assert packed is PackedLinear or packed is FloatLinear, f"{linears[0].weight.dtype}: {packed}"
+    return packed(*linears)
+
+
+def _row_ops(dtype: torch.dtype) -> RowOps:
+    from sarathi_pp_kernels.cpu import row_ops  # numba is optional
+
+    return {torch.bfloat16: row_ops.BFLOAT16, torch.float32: row_ops.FLOAT32}[dtype]
+
+
 class GatedMLP(nn.Module):
-    """A gated MLP: down(silu(gate(x)) * up(x)) for bfloat16 x (..., hidden_size)."""
+    """A gated MLP: down(silu(gate(x)) * up(x)) for x (..., hidden_size)."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu.row_ops import silu_multiply  # numba is optional
-
-        self._silu_multiply = silu_multiply
+        self._silu_multiply = _row_ops(mlp.up_proj.weight.dtype).silu_multiply
         self.width = mlp.up_proj.out_features
-        self.gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = _pack(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # frees them before the next one is packed
-        self.down_proj = PackedLinear(mlp.down_proj)
+        self.down_proj = _pack(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
-        gated = torch.empty(*x.shape[:-1], self.width, dtype=torch.bfloat16)
+        gated = torch.empty(*x.shape[:-1], self.width, dtype=x.dtype)
         num_rows = gated.numel() // self.width
         run_parallel([partial(self._gate, both, gated, rows) for rows in split_range(num_rows, _ROWS_A_THREAD)])
         return self.down_proj(gated)  # type: ignore[no-any-return]
@@ -45,21 +61,20 @@ class GatedMLP(nn.Module):
 
 
 class RowNorm(nn.Module):
-    """An RMSNorm: weight * x / sqrt(mean(x * x) + eps) for bfloat16 x (..., width).
+    """An RMSNorm: weight * x / sqrt(mean(x * x) + eps) for x (..., width).
 
     The quotient is rounded to the dtype, and then its product with the weight.
     """
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu.row_ops import add_rms_norm, rms_norm  # numba is optional
-
-        self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
+        ops = _row_ops(norm.weight.dtype)
+        self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self.weight = norm.weight
         self.epsilon = float(norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.bfloat16, f"fused for bfloat16, called with {x.dtype}"
+        assert x.dtype == self.weight.dtype, f"fused for {self.weight.dtype}, called with {x.dtype}"
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
         run_parallel([partial(self._norm, x, out, rows) for rows in split_range(x.numel() // width, _ROWS_A_THREAD)])
@@ -72,8 +87,8 @@ class RowNorm(nn.Module):
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
         """Return the norm of the sum x + added. `added` is overwritten with the sum."""
-        assert x.dtype == added.dtype == torch.bfloat16 and x.shape == added.shape, (
-            f"{x.dtype} {x.shape}, {added.shape}"
+        assert x.dtype == added.dtype == self.weight.dtype and x.shape == added.shape, (
+            f"{x.dtype} {x.shape}, {added.dtype} {added.shape}"
         )
         assert added.is_contiguous()
         x = x.contiguous()
@@ -110,17 +125,16 @@ class RotaryAttention(nn.Module):
 
     def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu.row_ops import rotate_and_write  # numba is optional
-
-        self._rotate_and_write = rotate_and_write
+        self._dtype = attention.q_proj.weight.dtype
+        self._rotate_and_write = _row_ops(self._dtype).rotate_and_write
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
         self.scaling = attention.scaling
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = _pack(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
-        self.o_proj = PackedLinear(attention.o_proj)
+        self.o_proj = _pack(attention.o_proj)
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
@@ -145,7 +159,7 @@ class RotaryAttention(nn.Module):
         # The pass takes addresses, so it would not notice wrong shapes.
         expected = (1, paged.inputs.num_tokens, self.head_dim)
         assert cos.shape == sin.shape == expected and len(rows) == expected[1], f"{cos.shape}, {sin.shape}, {expected}"
-        assert cos.dtype == sin.dtype == paged.kv.dtype == torch.bfloat16, f"{cos.dtype}, {paged.kv.dtype}"
+        assert rows.dtype == cos.dtype == sin.dtype == paged.kv.dtype == self._dtype, f"{cos.dtype}, {paged.kv.dtype}"
         assert (paged.kv.num_kv_heads, paged.kv.head_dim) == (self.num_kv_heads, self.head_dim)
         pieces = split_range(rows.shape[0], _ROWS_A_THREAD)
         run_parallel([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])

@@ -1,10 +1,10 @@
 """Replacement of modules of a loaded stage by faster ones. The code of the models is not changed.
 
-On CPU, if our own matrix product runs (packed_linear.py), bfloat16 modules become those of cpu_modules.py. These are
-gated MLPs, RMSNorms, attention with rotary embedding, and the layers made of them. Then every other linear layer is
-packed. On CUDA, if our Triton kernels run, the same modules in any float dtype become those of cuda_modules.py. A
-module is recognised by its code. If its `forward` is Llama's own, instruction by instruction, it computes the same as
-Llama's, whatever its name is.
+On CPU, if our own matrix product runs for their dtype (packed_linear.py, float_linear.py), bfloat16 and float32 modules
+become those of cpu_modules.py. These are gated MLPs, RMSNorms, attention with rotary embedding, and the layers made of
+them. Then every other linear layer is packed. On CUDA, if our Triton kernels run, the same modules in any float dtype
+become those of cuda_modules.py. A module is recognised by its code. If its `forward` is Llama's own, instruction by
+instruction, it computes the same as Llama's, whatever its name is.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from sarathi_pp.model.fuse import cuda_modules
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.fuse.float_linear import FloatLinear, has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import fits_gemm, has_gemm, packed_class
 from sarathi_pp.model.triton_available import has_kernels
 
@@ -35,7 +36,7 @@ Place = tuple[nn.Module, str, Rewrite]
 
 @dataclass(frozen=True, slots=True)
 class _Kit:
-    """The new modules for one kind of device, and checks for the modules that they can replace.
+    """The new modules for a kind of device and dtypes, and checks for the modules that they can replace.
 
     Attributes:
         gated_mlp: makes the new module from the old one, as row_norm and attention do.
@@ -63,7 +64,8 @@ def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
     """
     if by_kernels is None:
         by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
-    rewrites: list[Callable[[nn.Module], Rewrite | None]] = [partial(_part, _CUDA if by_kernels else _CPU), _layer]
+    kits = (_CUDA,) if by_kernels else (_BFLOAT16, _FLOAT32)
+    rewrites: list[Callable[[nn.Module], Rewrite | None]] = [*(partial(_part, kit) for kit in kits), _layer]
     if not by_kernels:
         rewrites.append(_packing(module))
     count = 0
@@ -171,16 +173,37 @@ def _same_code(ours: Any, theirs: Any) -> bool:
     )
 
 
-def _all_fit(*linears: nn.Module) -> bool:
+def _all_fit_bf16(*linears: nn.Module) -> bool:
     return all(type(one) is nn.Linear and fits_gemm(one) for one in linears)
 
 
-def _fits_registers(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.is_cpu and weight.numel() % 16 == 0 and has_gemm()
+def _all_fit_float(*linears: nn.Module) -> bool:
+    return all(
+        type(one) is nn.Linear and packed_class(one) is FloatLinear and one.out_features % 16 == 0 for one in linears
+    )
+
+
+def _fills_registers(weight: Tensor, dtype: torch.dtype, has_product: Callable[[], bool]) -> bool:
+    return weight.dtype == dtype and weight.is_cpu and weight.numel() % 16 == 0 and has_product()
 
 
 # On CPU, a head must fill whole registers.
-_CPU = _Kit(GatedMLP, RowNorm, RotaryAttention, _all_fit, _fits_registers, head_step=32)
+_BFLOAT16 = _Kit(
+    GatedMLP,
+    RowNorm,
+    RotaryAttention,
+    _all_fit_bf16,
+    lambda weight: _fills_registers(weight, torch.bfloat16, has_gemm),
+    head_step=32,
+)
+_FLOAT32 = _Kit(
+    GatedMLP,
+    RowNorm,
+    RotaryAttention,
+    _all_fit_float,
+    lambda weight: _fills_registers(weight, torch.float32, has_float_gemm),
+    head_step=32,
+)
 _CUDA = _Kit(
     cuda_modules.GatedMLP,
     cuda_modules.RowNorm,

@@ -21,7 +21,7 @@ import numba
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill, gemm, row_ops
 from sarathi_pp_kernels.cpu.simd import cache as caches
 from sarathi_pp_kernels.cpu.simd import compile as compiling
-from sarathi_pp_kernels.cpu.simd.compile import compiled, identity_of
+from sarathi_pp_kernels.cpu.simd.compile import compiled, identity_of, inlined
 
 from tests.kernels.cpu.kernel_cache_states import FACTORS, forked, make, operations_of, run, use
 from tests.machine import patient
@@ -55,13 +55,13 @@ def test_two_writers_touch_no_file_of_each_other(tmp_path) -> None:
 
 def test_no_two_kernels_have_one_file() -> None:
     shapes = itertools.product((32, 64, 128), (1, 4), (16, 32))
-    kernels = [row_ops.rms_norm, row_ops.add_rms_norm, gemm.multiply, gemm.lay_out, attention_prefill.attend]
+    kernels = [*row_ops.BFLOAT16, *row_ops.FLOAT32, gemm.multiply, gemm.lay_out, attention_prefill.attend]
     for head_dim, group, page_size in shapes:
         kernels += [attention_decode.compile_kernel(kind, head_dim, group, page_size) for kind in (0, 1, 2)]
         kernels.append(attention_decode_simd.compile_kernel(head_dim, group, page_size))
     processors = [SimpleNamespace(magic_tuple=lambda name=name: ("linux", name, "+avx2")) for name in ("a", "b")]
     paths = [kernel._cache._path(kernel._cache._digest("()", one)) for kernel in kernels for one in processors]
-    assert len(set(paths)) == len(paths) == 2 * (5 + 12 * 4)
+    assert len(set(paths)) == len(paths) == 2 * (11 + 12 * 4)
     assert len({kernel.__name__ for kernel in kernels}) == len(kernels), "a symbol each"
 
 
@@ -122,6 +122,30 @@ def test_a_change_of_a_lane_or_a_version_changes_every_kernel(monkeypatch) -> No
         monkeypatch.setattr(compiling, "_digest_of", lambda file: own(file) + b"x" * (file == module))  # noqa: B023
         assert identity_of(add, {}) != before, module
         monkeypatch.undo()
+
+
+def test_a_function_inside_a_function_is_told_by_what_it_closes_over() -> None:
+    def kernel_of(size: int, of_other_module: object = None) -> object:
+        @inlined
+        def inner(a):
+            return a + size
+
+        def kernel(a):
+            return inner(a) if of_other_module is None else a
+
+        return kernel
+
+    assert identity_of(kernel_of(1), {}) == identity_of(kernel_of(1), {}) != identity_of(kernel_of(2), {})
+    assert identity_of(kernel_of(1), {}) is not None and identity_of(kernel_of(object()), {}) is None
+    assert identity_of(kernel_of(1, lambda a: a), {}) is not None
+    assert identity_of(kernel_of(1, _made_elsewhere()), {}) is None
+
+
+def _made_elsewhere() -> object:
+    """Return a function inside a function of another module, whose constants the identity does not have."""
+    namespace: dict[str, object] = {"__name__": "elsewhere"}
+    exec("def make():\n    def inner(a):\n        return a\n    return inner", namespace)
+    return namespace["make"]()  # type: ignore[operator]
 
 
 def test_a_value_that_no_text_can_tell_is_not_kept() -> None:

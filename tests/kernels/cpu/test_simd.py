@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("numba")
 
-from sarathi_pp_kernels.cpu.simd.compile import compiled, has_avx512_bf16
+from numba import types
+from numba.extending import intrinsic
+from sarathi_pp_kernels.cpu.simd.compile import compiled, has_avx512_bf16, lines_per_register
+from sarathi_pp_kernels.cpu.simd.exp2 import FINE, power_by_bits
 from sarathi_pp_kernels.cpu.simd.gate import silu_multiply_lines
 from sarathi_pp_kernels.cpu.simd.memory import (
     load_bf16,
@@ -20,7 +25,9 @@ from sarathi_pp_kernels.cpu.simd.memory import (
     store_float,
     store_word,
 )
+from sarathi_pp_kernels.cpu.simd.norm import scale_lines, sum_of_squares
 from sarathi_pp_kernels.cpu.simd.products import add_weighted, dot_lines, dot_tile
+from sarathi_pp_kernels.cpu.simd.registers import LANES, each_line, floats_at, index, load_line
 from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 from sarathi_pp_kernels.cpu.simd.softmax import exponential, hide, largest, weigh_lines
 from sarathi_pp_kernels.cpu.simd.transpose import pair, transpose
@@ -28,6 +35,8 @@ from sarathi_pp_kernels.cpu.simd.transpose import pair, transpose
 from sarathi_pp.model.fuse.packed_linear import pack_weight
 
 needs_avx512_bf16 = pytest.mark.skipif(not has_avx512_bf16(), reason="this processor has no bfloat16 products")
+needs_avx2 = pytest.mark.skipif(not lines_per_register(), reason="this processor has no AVX2")
+DTYPES = [pytest.param(torch.bfloat16, marks=needs_avx512_bf16), pytest.param(torch.float32, marks=needs_avx2)]
 
 
 @needs_avx512_bf16
@@ -66,15 +75,17 @@ def test_weighted_values_are_added(heads: int, lines: int, tokens: int) -> None:
     torch.testing.assert_close(sums.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@needs_avx512_bf16
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [32, 96])
-def test_rotated_lines_are_rounded_as_torchs(channels: int) -> None:
-    @compiled()
+def test_rotated_lines_are_rounded_as_torchs(channels: int, dtype: torch.dtype) -> None:
+    size = dtype.itemsize
+
+    @compiled(fastmath=False)
     def rotate(source, to, cos, sin, lines):  # type: ignore[no-untyped-def]
-        rotate_lines(source, to, cos, sin, lines)
+        rotate_lines(size, source, to, cos, sin, lines)
 
     torch.manual_seed(channels)
-    x, cos, sin = (torch.randn(channels).bfloat16() for _ in range(3))
+    x, cos, sin = (torch.randn(channels).to(dtype) for _ in range(3))
     turned = torch.cat((-x[channels // 2 :], x[: channels // 2]))
     expected = x * cos + turned * sin
     rotate(x.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), channels // 32)
@@ -220,7 +231,7 @@ def test_a_gate_is_what_torch_makes_of_it() -> None:
 
     @compiled()
     def run(gate, up, to, lines):  # type: ignore[no-untyped-def]
-        silu_multiply_lines(gate, up, to, lines)
+        silu_multiply_lines(2, gate, up, to, lines)
 
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     torch.manual_seed(1)
@@ -233,6 +244,81 @@ def test_a_gate_is_what_torch_makes_of_it() -> None:
     tiny = torch.finfo(torch.bfloat16).tiny
     small = (gated.abs() <= tiny) | (expected.abs() <= tiny)
     assert bool((same | (small & (out.abs() <= 8 * tiny))).all()) and int((~same).sum()) < 1000
+
+
+@needs_avx2
+def test_a_gate_in_float32_is_exact_to_some_last_bits() -> None:
+    @compiled(fastmath=False)
+    def run(gate, up, to, lines):  # type: ignore[no-untyped-def]
+        silu_multiply_lines(4, gate, up, to, lines)
+
+    gate, up = torch.linspace(-120, 120, 2**16), torch.randn(2**16, generator=torch.Generator().manual_seed(1))
+    gate[:5] = torch.tensor([torch.nan, -torch.inf, torch.inf, -0.0, 3e38])
+    out = torch.full((2**16 + 1,), 7.0)
+    run(gate.data_ptr(), up.data_ptr(), out.data_ptr(), 2**12)
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    # Below -88, exp(-x) leaves the range of float32, in torch too.
+    assert bool((out[5:-1].double() - expected[5:]).abs().lt(3e-7 * expected[5:].abs() + 1e-36).all())
+    assert out[:2].isnan().all() and out[2] == torch.inf * up[2] and out[3] == 0 and out[-1] == 7
+    torch.testing.assert_close(out[4].double(), expected[4], rtol=1e-6, atol=0)
+
+
+@intrinsic
+def two_to_lines(typing, whole, rest, to, num_lines):  # type: ignore[no-untyped-def]
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        whole_, rest_, to_, num_lines_ = arguments
+        with each_line(builder, num_lines_) as (line, _):
+            values = power_by_bits(builder, load_line(builder, whole_, line), load_line(builder, rest_, line), FINE)
+            builder.store(values, floats_at(builder, to_, builder.mul(line, index(LANES))), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@needs_avx2
+@pytest.mark.parametrize("rest", [0.0, -0.5, 0.3])
+def test_powers_of_two_are_rounded_once_from_nothing_to_infinity(rest: float) -> None:
+    @compiled(fastmath=False)
+    def run(whole, rest, to, lines):  # type: ignore[no-untyped-def]
+        two_to_lines(whole, rest, to, lines)
+
+    whole, rests, out = torch.arange(-160.0, 160), torch.full((320,), rest), torch.empty(320)
+    whole[0] = rests[0] = torch.nan
+    run(whole.data_ptr(), rests.data_ptr(), out.data_ptr(), 20)
+    one = out[160]  # 2^(0 + rest)
+    torch.testing.assert_close(one.double(), torch.tensor(rest).double().exp2(), rtol=1.2e-7, atol=0)
+    assert out[0].isnan() and torch.equal(out[1:], (one.double() * whole[1:].double().exp2()).float())
+
+
+@needs_avx2
+@pytest.mark.parametrize("lines", [1, 2, 65])
+def test_squares_are_summed_and_nan_is_seen_in_every_lane(lines: int) -> None:
+    @compiled(fastmath=False)
+    def run(source, lines):  # type: ignore[no-untyped-def]
+        return sum_of_squares(source, lines)
+
+    x = torch.randn(16 * lines + 1, generator=torch.Generator().manual_seed(lines))
+    x[-1] = 1e9
+    assert run(x.data_ptr(), lines) == pytest.approx(float(x[:-1].double().square().sum()), rel=1e-6)
+    for lane in range(16):
+        broken = x.clone()
+        broken[16 * (lines - 1) + lane] = torch.nan
+        assert run(broken.data_ptr(), lines) != run(broken.data_ptr(), lines)
+
+
+@needs_avx2
+@pytest.mark.parametrize("lines", [1, 3])
+def test_lines_are_scaled_with_two_roundings(lines: int) -> None:
+    @compiled(fastmath=False)
+    def run(source, factor, weight, to, lines):  # type: ignore[no-untyped-def]
+        scale_lines(source, factor, weight, to, lines)
+
+    torch.manual_seed(lines)
+    x, weight = torch.randn(16 * lines + 1), torch.randn(16 * lines)
+    factor = torch.tensor(0.3)
+    expected = torch.cat([x[:-1] * factor * weight, x[-1:]])
+    run(x.data_ptr(), factor.numpy()[()], weight.data_ptr(), x.data_ptr(), lines)
+    assert torch.equal(x, expected)
 
 
 def test_the_exponential_is_as_exact_as_float32() -> None:

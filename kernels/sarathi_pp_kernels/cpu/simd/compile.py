@@ -88,9 +88,8 @@ def identity_of(function: Any, settings: dict[str, Any]) -> bytes | None:
     has names. It covers the constants of that module and the values that the function closes over, and versions and
     settings of the compiler. It is None if two different values that the function closes over could have the same text.
     """
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    closed_over = dict(zip(function.__code__.co_freevars, cells, strict=True))
-    told = {name: repr(value) if _is_plain(value) else _of_module(value) for name, value in closed_over.items()}
+    closed_over = _closed_over(function)
+    told = {name: _told(value, function) for name, value in closed_over.items()}
     if None in told.values():
         return None
     known = {name: value for name, value in function.__globals__.items() if not name.startswith("__")}
@@ -108,6 +107,28 @@ def identity_of(function: Any, settings: dict[str, Any]) -> bytes | None:
         return sha256(b"".join([text.encode(), *map(_digest_of, sorted(files))])).digest()
     except OSError:  # a function without a file
         return None
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    return dict(zip(function.__code__.co_freevars, cells, strict=True))
+
+
+def _told(value: Any, kernel: Any) -> str | None:
+    """Return a text that tells a value from all others that a kernel may close over; None if there is none.
+
+    The text of a function inside a function has its name and all that it closes over. It must be of the kernel's module,
+    because the identity covers the constants of that module.
+    """
+    if _is_plain(value):
+        return repr(value)
+    if (name := _of_module(value)) is not None:
+        return name
+    inner = getattr(value, "py_func", value)
+    if not isinstance(inner, FunctionType) or inner.__module__ != kernel.__module__ or inner.__defaults__:
+        return None
+    told = {name: _told(one, kernel) for name, one in _closed_over(inner).items()}
+    return None if None in told.values() else repr((inner.__qualname__, sorted(told.items())))
 
 
 def _module_of(value: object) -> str:

@@ -58,6 +58,11 @@ def pairs_at(builder: Any, address: Any, word: Any) -> Any:
     return builder.bitcast(builder.load(line, align=4), PAIRS)
 
 
+def floats_at(builder: Any, address: Any, place: Any) -> Any:
+    """Return a pointer to sixteen float32 from element `place` on."""
+    return builder.bitcast(element_at(builder, address, F32, place), FLOATS.as_pointer())
+
+
 def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
     kind = ir.FunctionType(returned, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
@@ -124,6 +129,30 @@ def store_some(builder: Any, words: Any, pointer: Any, wanted: Any) -> None:
     """Store only the lanes for which `wanted` is true. The memory of the other lanes stays as it is."""
     align = ir.Constant(I32, 4)
     call(builder, "llvm.masked.store.v16i32.p0", ir.VoidType(), [words, pointer, align, wanted])
+
+
+def load_values(builder: Any, size: int, address: Any, place: Any) -> Any:
+    """Load sixteen values, from element `place` on, as float32.
+
+    Args:
+        size: bytes of a value in memory, 2 for bfloat16 and 4 for float32.
+    """
+    if size == 2:
+        return to_float(builder, builder.load(halves_at(builder, address, place), align=2))
+    return builder.load(floats_at(builder, address, place), align=4)
+
+
+def store_values(builder: Any, size: int, values: Any, address: Any, place: Any) -> None:
+    """Store sixteen float32 from element `place` on, rounded to bfloat16 if the size of a value is 2 bytes."""
+    if size == 2:
+        builder.store(to_bf16(builder, values), halves_at(builder, address, place), align=2)
+    else:
+        builder.store(values, floats_at(builder, address, place), align=4)
+
+
+def round_values(builder: Any, size: int, values: Any) -> Any:
+    """Round sixteen float32 to what memory can hold: bfloat16 if the size of a value is 2 bytes."""
+    return to_float(builder, to_bf16(builder, values)) if size == 2 else values
 
 
 class Loop:

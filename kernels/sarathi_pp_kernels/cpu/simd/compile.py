@@ -117,8 +117,8 @@ def _closed_over(function: Any) -> dict[str, Any]:
 def _told(value: Any, kernel: Any) -> str | None:
     """Return a text that tells a value from all others that a kernel may close over; None if there is none.
 
-    The text of a function inside a function has its name and all that it closes over. It must be of the kernel's module,
-    because the identity covers the constants of that module.
+    The text of a function inside a function has its name and all that it closes over. The function must be of the
+    kernel's module, because the identity covers the constants of that module.
     """
     if _is_plain(value):
         return repr(value)

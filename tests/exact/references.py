@@ -5,6 +5,7 @@ This file imports neither torch nor transformers, because most readers of a refe
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,6 +44,24 @@ class Reference:
         from tests.model.families import build_model
 
         return build_model(self.family, self.seed, self.config)
+
+    def log_softmax(self, ids: Sequence[int]) -> tuple[Any, float]:
+        """Return transformers' log probabilities after each token, (T, vocab) of a model in float64.
+
+        Also return what rounding may add: twice the largest error of transformers' own model in float32.
+        """
+        import torch
+
+        with torch.inference_mode():
+            exact, rounded = (
+                model(torch.tensor([list(ids)])).logits[0].double().log_softmax(-1)
+                for model in (self._wide_model, self.model)
+            )
+        return exact, 2 * float((exact - rounded).abs().max())
+
+    @cached_property
+    def _wide_model(self) -> Any:
+        return copy.deepcopy(self.model).double()
 
     def generate(self, prompt: Tokens, num_tokens: int, eos_token_ids: Sequence[int] = ()) -> Tokens:
         from tests.exact.answers import generate

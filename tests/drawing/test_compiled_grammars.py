@@ -63,7 +63,7 @@ def allowed(one: Guide) -> list[int]:
     future = one.next_mask()
     mask = None if future is None else future.result()
     assert mask is not None
-    return np.flatnonzero(mask).tolist()
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def test_rows_with_one_grammar_compile_it_once_and_share_no_state(compiled, vocabulary):

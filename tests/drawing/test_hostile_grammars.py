@@ -25,7 +25,7 @@ def allowed(guide: Guide) -> list[int] | None:
     future = guide.next_mask()
     assert future is not None
     mask = future.result(timeout=60)
-    return None if mask is None else np.flatnonzero(mask).tolist()
+    return None if mask is None else np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def guide_of(grammars: GrammarThread, key: str, value: Any) -> Guide:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined, lines_per_register
+from sarathi_pp_kernels.cpu.simd.memory import load_word, store_word
 from sarathi_pp_kernels.cpu.simd.products import float_tile
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
@@ -117,9 +118,23 @@ def _multiply_of(pairs: int) -> Any:
 _tile, _narrow_tile = _tile_of(PANELS, 0), _tile_of(1, 0)
 
 
+@inlined
+def _copy_panel(weight, outputs, first, to, inputs):  # type: ignore[no-untyped-def]
+    """Pack the outputs [first, first + 16) of a weight (inputs, outputs). Those that are missing become 0."""
+    there = min(16, outputs - first)
+    for line in range(inputs):
+        source = weight + (line * outputs + first) * 4
+        if there == 16:
+            for lane in range(16):
+                store_word(to, line * 16 + lane, load_word(source, lane))
+        else:
+            for lane in range(16):
+                store_word(to, line * 16 + lane, load_word(source, lane) if lane < there else 0)
+
+
 @compiled()
 def multiply_unpacked(  # type: ignore[no-untyped-def]
-    tiles, weight, rows_of_weight, begin, out, num_rows, inputs, first, end, outputs, panels
+    tiles, weight, in_columns, rows_of_weight, begin, out, num_rows, inputs, first, end, outputs, panels
 ):
     """Compute what multiply_float computes, with the same bits, for a weight that is not packed.
 
@@ -127,6 +142,7 @@ def multiply_unpacked(  # type: ignore[no-untyped-def]
 
     Args:
         weight: (rows_of_weight, inputs) float32. Outputs without a row are 0.
+        in_columns: the weight is stored as its transpose, (inputs, rows_of_weight).
         panels: address of memory for PANELS panels of `inputs` lines.
     """
     height = _height(num_rows)
@@ -136,7 +152,10 @@ def multiply_unpacked(  # type: ignore[no-untyped-def]
         for one in range(count):
             at = (panel + one) * 16
             to = panels + one * inputs * 64
-            transpose(weight + at * inputs * 4, inputs, rows_of_weight - at, to, 16, inputs)
+            if in_columns:
+                _copy_panel(weight, rows_of_weight, at, to, inputs)
+            else:
+                transpose(weight + at * inputs * 4, inputs, rows_of_weight - at, to, 16, inputs)
         start, to = begin + panel * 64, out + panel * 64
         for at in range(num_tiles):
             row = at * height

@@ -31,13 +31,16 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         x: (..., K) float32 on CPU.
-        weight: (N, K) float32.
+        weight: (N, K) float32. It is not copied if it or its transpose is contiguous.
         bias: (N,) or (1, N) float32, or one number for all outputs; None for none.
     """
     from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
 
-    weight = weight.detach().contiguous()
+    weight = weight.detach()
     outputs, inputs = weight.shape
+    in_columns = weight.T.is_contiguous() and not weight.is_contiguous()
+    if not in_columns:
+        weight = weight.contiguous()
     begin = torch.zeros(_padded(outputs))
     if bias is not None:
         begin[:outputs] = bias.detach()
@@ -45,8 +48,10 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     def multiply(tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
         scratch = torch.empty(float_gemm.PANELS * inputs * _PANEL)
         ranges = panels.start, panels.stop, len(begin)
-        addresses = tiles.data_ptr(), weight.data_ptr(), outputs, begin.data_ptr(), out.data_ptr()
-        float_gemm.multiply_unpacked(*addresses, num_rows, inputs, *ranges, scratch.data_ptr())
+        of_weight = weight.data_ptr(), in_columns, outputs, begin.data_ptr()
+        float_gemm.multiply_unpacked(
+            tiles.data_ptr(), *of_weight, out.data_ptr(), num_rows, inputs, *ranges, scratch.data_ptr()
+        )
 
     return _product(x, inputs, outputs, multiply)
 
@@ -125,7 +130,7 @@ def _padded(outputs: int) -> int:
 
 def _is_bf16(weight: Tensor) -> bool:
     """Return whether all values are bfloat16. NaN counts as no such value."""
-    return all(torch.equal(part.bfloat16().float(), part) for part in torch.split(weight, 1024))
+    return all(torch.equal(part.bfloat16().float(), part) for part in torch.split(weight, 256))
 
 
 def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
@@ -140,7 +145,8 @@ def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
     first = 0
     for weight in weights:
         words = (weight.bfloat16() if halves else weight).contiguous().view(torch.int32)
-        words = functional.pad(words, (0, 0, 0, -len(words) % _PANEL))
+        if missing := -len(words) % _PANEL:
+            words = functional.pad(words, (0, 0, 0, missing))
         part = packed[first : first + len(words) // _PANEL]
         part.copy_(words.view(len(part), _PANEL, -1).permute(0, 2, 1))
         first += len(part)

@@ -23,6 +23,7 @@ from sarathi_pp.model.checkpoint.quantised.scheme import read_scheme
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
+from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.loader import stage_bytes
 from tests import thinning
 from tests.engine.pipeline import run_pipeline
@@ -385,16 +386,17 @@ def test_bits_follow_the_rule_that_names_the_module(published: Write, tmp_path: 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure a peak")
 @pytest.mark.parametrize("form", ["fp8 blocks", *(pytest.param(f, marks=full) for f in ("gptq int4", "awq int4"))])
 def test_loading_peaks_near_the_floats(form: str, tmp_path: Path) -> None:
-    """Half of a model of 168 MB as floats: the floats, 5 %, and the blocks that the loader's threads unpack."""
+    """Half of a model of 168 MB: the floats, 5 %, blocks that the loader's threads unpack, and one weight twice."""
     write_checkpoint("llama", tmp_path / "tiny")
     sizes = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=8)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
     publish(FORMS[form], tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
     blocks = 4 * tensor._BLOCK_VALUES * 16  # codes, floats, scales and their product
+    packed = 2 * 2048 * 512 * 4 if has_float_gemm() else 0  # gate and up, while they are packed
     for grown, held in peaks_of_loading(tmp_path / "tiny", tmp_path / "quantised"):
         assert held > 40e6
-        assert grown < 1.05 * held + blocks, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of floats"
+        assert grown < 1.05 * held + blocks + packed, f"{grown / 1e6:.0f} MB for {held / 1e6:.0f} MB of floats"
 
 
 @pytest.mark.usefixtures("plain_linears")

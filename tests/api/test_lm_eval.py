@@ -100,7 +100,7 @@ def test_a_continuation_has_the_log_probability_of_transformers(model):
     for tokens, (logprob, is_greedy) in zip(pairs, found, strict=True):
         rows = logprobs(tokens)[len(tokens) - 3 : -1]
         assert logprob == pytest.approx(
-            sum(row[token].item() for row, token in zip(rows, tokens[-2:], strict=True)), abs=1e-5
+            sum(row[token].item() for row, token in zip(rows, tokens[-2:], strict=True)), abs=1e-4
         )
         assert is_greedy == (rows.argmax(-1).tolist() == tokens[-2:])
     assert [is_greedy for _, is_greedy in found] == [True, True, False]
@@ -113,7 +113,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(model):
     assert len(filler) > model.max_length
     ((logprob, is_greedy),) = model._loglikelihood_tokens([(None, filler, answer)], disable_tqdm=True)
     kept = (filler + answer)[-model.max_length :]
-    assert logprob == pytest.approx(logprobs(kept)[-2, answer[0]].item(), abs=1e-5) and is_greedy
+    assert logprob == pytest.approx(logprobs(kept)[-2, answer[0]].item(), abs=1e-4) and is_greedy
     with pytest.raises(ConfigError, match="a continuation has"):
         model._loglikelihood_tokens([(None, [1], filler)], disable_tqdm=True)
 
@@ -124,7 +124,7 @@ def test_a_text_has_the_log_probability_of_all_its_tokens(model):
         tokens = model.tok_encode(text)
         rows = logprobs([model.prefix_token_id, *tokens])[:-1]
         assert logprob == pytest.approx(
-            sum(row[token].item() for row, token in zip(rows, tokens, strict=True)), abs=1e-5
+            sum(row[token].item() for row, token in zip(rows, tokens, strict=True)), abs=1e-4
         )
     assert model.cached[-1] == ("loglikelihood_rolling", (TEXTS[-1],), found[-1])
 

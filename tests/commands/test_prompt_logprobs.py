@@ -33,7 +33,7 @@ def test_prompts_and_echoes_have_the_log_probabilities_of_transformers(shape, re
         first, *others = row["prompt_logprobs"]
         assert first is None and [one["id"] for one in others] == list(prompt[1:])
         theirs = [logits[place, token].item() for place, token in enumerate(prompt[1:])]
-        assert [one["logprob"] for one in others] == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+        assert [one["logprob"] for one in others] == pytest.approx(theirs, rel=0, abs=1e-4)
         assert {len(one["top"]) for one in others} <= {2}
         assert len(row["token_ids"]) == number % 2 and row["finish_reason"] == "length"
     choice = echo["response"]["body"]["choices"][0]

@@ -95,8 +95,8 @@ def test_tensor_shards_give_them_too(stages, known, whole):
         for one, other in zip(ours.by_token(), theirs.by_token(), strict=True):
             assert (one is None) == (other is None)
             if one is not None and other is not None:
-                assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
-                assert dict(one.top) == pytest.approx(dict(other.top), rel=1e-5, abs=1e-5)
+                assert one.logprob == pytest.approx(other.logprob, rel=0, abs=1e-4)
+                assert dict(one.top) == pytest.approx(dict(other.top), rel=0, abs=1e-4)
 
 
 @pytest.mark.parametrize("new_tokens", [0, 1])

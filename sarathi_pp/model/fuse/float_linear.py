@@ -38,6 +38,9 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     weight = weight.detach()
     outputs, inputs = weight.shape
+    # The product takes addresses, so it would not notice a wrong type or shape.
+    assert weight.dtype == torch.float32 and weight.is_cpu, f"{weight.dtype} weight on {weight.device}"
+    assert x.shape[-1] == inputs > 0, f"rows {tuple(x.shape)}, weight {tuple(weight.shape)}"
     in_columns = weight.T.is_contiguous() and not weight.is_contiguous()
     if not in_columns:
         weight = weight.contiguous()

@@ -174,3 +174,17 @@ def _without_bias(linear: nn.Linear) -> nn.Linear:
     bare = nn.Linear(linear.in_features, linear.out_features, bias=False).requires_grad_(False)
     bare.weight.copy_(linear.weight)
     return bare
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.bfloat16)),
+        (torch.zeros(3, 8), torch.zeros(4, 9)),
+        (torch.zeros(3, 8, dtype=torch.float64), torch.zeros(4, 8)),
+        (torch.zeros(3, 0), torch.zeros(4, 0)),
+    ],
+)
+def test_a_wrong_type_or_shape_is_refused_and_not_misread(x: Tensor, weight: Tensor) -> None:
+    with pytest.raises(AssertionError):
+        float_product(x, weight, None)

@@ -98,7 +98,8 @@ class RunConfig:
         gpu_memory_utilization: share of a GPU's memory that a rank may use, in (0, 1].
         layer_split: layers per stage. None: equal time by the profile, else even. "even": equal layers.
         inflight: most microbatches at once in a replica. None: the number of stages, or one more.
-        dtype: number type of weights and activations.
+        dtype: float type of the computation. "auto": that of the checkpoint, or float32 on a CPU that has no fast
+            products in it.
         device: device that the stages compute on.
         attention: implementation of attention.
         request_rate: requests per second that arrive, as a Poisson process. inf: all at once.

@@ -46,6 +46,7 @@ class Work:
     """The work that every entrant gets.
 
     Attributes:
+        dtype: float type in which other engines hold the weights and compute, by torch's name.
         requests: all requests. They arrive at time 0.
         max_num_seqs: most running sequences of the whole pipeline.
         directory: folder for the contest's scratch files.
@@ -113,7 +114,7 @@ class OurRun:
     arguments: tuple[str, ...]
 
     def command(self, work: Work) -> list[str]:
-        given = ["--model", str(work.model), "--dtype", work.dtype, "--max-num-seqs", str(work.max_num_seqs)]
+        given = ["--model", str(work.model), "--max-num-seqs", str(work.max_num_seqs)]
         given += ["--input", str(work.prompts), "--output", str(self._answers(work)), "--overwrite"]
         return [sys.executable, "-P", "-m", "sarathi_pp", "generate", *given, *self.arguments, "--quiet", "--json"]
 

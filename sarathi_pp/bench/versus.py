@@ -22,6 +22,7 @@ from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.sim.workload import Workload
@@ -65,7 +66,7 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
         )
     directory = find_model(setting.model)
     facts = check_model(directory)
-    dtype = facts.dtype if setting.dtype == "auto" else setting.dtype
+    dtypes = choose_dtypes(setting.dtype, facts.dtype, on_cpu=True)
     entrants = list(_entrants(setting))
     labels = [entrant.label for entrant in entrants]
     for label in labels:
@@ -74,12 +75,13 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
     with activity.phase("waiting until the machine is quiet"):
         wait_until_quiet()
     with activity.phase("measuring the machine's rates"):
-        rates = measure_rates(dtype)
-    floor = _floor(directory, facts, workload, rates)
+        rates = measure_rates(dtypes.compute)
+    floor = _floor(directory, facts, workload, rates, dtypes)
     told = {
         "model": setting.model,
         "workload": workload.spec,
-        "dtype": dtype,
+        "dtype": dtypes.compute,
+        "weights": dtypes.weights,
         "max_num_seqs": setting.max_num_seqs,
         "machine": asdict(rates),
         "floor": asdict(floor),
@@ -88,7 +90,7 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-bench-") as scratch:
         requests = list(workload.requests(vocabulary=facts.vocab_size))
-        work = Work(directory, dtype, requests, setting.max_num_seqs, Path(scratch))
+        work = Work(directory, dtypes.weights, requests, setting.max_num_seqs, Path(scratch))
         for run in hold(work, entrants, setting.rounds, activity):
             runs.append(run)
             first = runs[0].token_ids
@@ -101,7 +103,7 @@ def _entrants(setting: Setting) -> Iterator[Entrant]:
     Raises:
         ConfigError, MissingError: another engine is not known, or is not installed.
     """
-    given: list[str] = []
+    given: list[str] = ["--dtype", setting.dtype]
     if setting.profile is not None:
         given += ["--profile", str(setting.profile)]
     if setting.layer_split is not None:
@@ -122,8 +124,8 @@ def _entrants(setting: Setting) -> Iterator[Entrant]:
         yield PeerRun(choice, setting.peers_dir)
 
 
-def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: MachineRates) -> Floor:
+def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: MachineRates, dtypes: Dtypes) -> Floor:
     speed = DeviceSpeed(dict.fromkeys((2, 4), rates.flops), rates.bytes_per_s, tile=1, layer_s=0.0, attention_share=1.0)
     whole = [(0, facts.num_layers)]
-    cost = estimated_cost(directory, facts, whole, dtype=rates.dtype, device="cpu", page_size=1, speed=speed)
+    cost = estimated_cost(directory, facts, whole, dtypes=dtypes, device="cpu", page_size=1, speed=speed)
     return Floor.of(cost, workload.lengths())

@@ -97,7 +97,12 @@ MODEL = OptionGroup(
         metavar="PROFILE",
         help="Sleep the stage times of this profile.json. Runs no model.",
     ),
-    Option("--dtype", type=click.Choice(DTYPES), default="auto", help="Number type of weights and activations."),
+    Option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="auto",
+        help="Float type of the computation. auto: one that is fast here.",
+    ),
     Option("--device", type=click.Choice(DEVICES), default="auto", help="Device that the stages compute on."),
     Option("--attention", type=click.Choice(ATTENTIONS), default="auto", help="Implementation of attention."),
     Option(

@@ -15,12 +15,13 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.wire import codec
 
 Fingerprint = dict[str, Any]
 
 
-def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
+def rank_fingerprint(config: RunConfig, facts: ModelFacts, dtypes: Dtypes) -> Fingerprint:
     """Return this rank's versions of software, its model and its options, which must be equal on every rank."""
     # Options that may differ are replaced by constants. They are paths and the join timeout. The values that a profile
     # has set are compared, and not its path. Only rank 0 uses the sampling options.
@@ -30,6 +31,7 @@ def rank_fingerprint(config: RunConfig, facts: ModelFacts) -> Fingerprint:
         "wire version": codec.VERSION,
         "model": facts.fingerprint,
         "policy": parse_policy(config.policy).source,
+        "dtype": dtypes.compute,
         **{f"option {name}": repr(value) for name, value in asdict(options).items()},
     }
 

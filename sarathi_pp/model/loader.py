@@ -26,13 +26,15 @@ from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.stored_tensor import Weight
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.checkpoint.weights import stage_tensors
+from sarathi_pp.model.checkpoint.weights import HeldTypes, stage_tensors
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
+from sarathi_pp.model.fuse.float_linear import NARROW
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.long_rotary import use_long_rotary
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
+from sarathi_pp.model.narrow_weights import NarrowType, widen_embeddings
 from sarathi_pp.model.partial_class import partial_class
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
@@ -48,14 +50,17 @@ def load_stage(
     room_bytes: int | None = None,
     shard: TensorShard | None = None,
     count: ReadCount | None = None,
+    dequantised: torch.dtype | None = None,
 ) -> StageModel:
     """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
 
     Args:
+        dtype: float type of the computation. On CPU, float32 is also computed with matrices of a narrower stored type.
         room_bytes: memory that the weights may take. None: no limit.
         shard: this rank's part of the layers, if several ranks share them (tensor parallelism). All of them then run
             every microbatch, each with the same number of KV heads.
         count: counter to which the bytes are added while they are read; None for a new one.
+        dequantised: type to which quantised weights are dequantised; None for dtype.
 
     Raises:
         MissingError: tensors are not in the checkpoint. The message names them.
@@ -71,7 +76,8 @@ def load_stage(
             f"requested; give num_layers={config.num_hidden_layers} and 0 <= first < end <= num_layers"
         )
     count = count or ReadCount()
-    module, num_bytes = _load(directory, family, config, layers, dtype, device, room_bytes, shard, count)
+    held = HeldTypes.on(device.type, dtype, dequantised)
+    module, num_bytes = _load(directory, family, config, layers, held, device, room_bytes, shard, count)
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
     use_long_rotary(module.get_submodule(family.base))
     use_bare_model(module, family.base)
@@ -81,11 +87,18 @@ def load_stage(
     return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, lm_head, place)
 
 
-def load_lm_head(directory: Path, dtype: torch.dtype, device: torch.device, room_bytes: int | None = None) -> LMHead:
-    """Load the LM head of a model that `check_model` accepts, without layers. Raise the same errors as `load_stage`."""
+def load_lm_head(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    room_bytes: int | None = None,
+    dequantised: torch.dtype | None = None,
+) -> LMHead:
+    """Load the LM head of a model that `check_model` accepts, without layers. See `load_stage`."""
     family, config = load_config(directory)
     count, end = ReadCount(), config.num_hidden_layers
-    module, _ = _load(directory, family, config, (end, end), dtype, device, room_bytes, None, count)
+    held = HeldTypes.on(device.type, dtype, dequantised)
+    module, _ = _load(directory, family, config, (end, end), held, device, room_bytes, None, count)
     use_bare_model(module, family.base)
     size = getattr(config, "word_embed_proj_dim", config.hidden_size) if family.project_out else config.hidden_size
     return LMHead(module, size, dtype, device, count.num_bytes, bare_lm_head(module, family.lm_head))
@@ -101,7 +114,8 @@ def load_reference(directory: Path, layers: tuple[int, int], count: ReadCount | 
     """
     family, config = load_config(directory)
     cpu, count = torch.device("cpu"), count or ReadCount()
-    loaded = _load_module(directory, family, config, layers, torch.float32, cpu, None, None, count, "eager")
+    held = HeldTypes(torch.float32, torch.float32, as_stored=False)
+    loaded = _load_module(directory, family, config, layers, held, cpu, None, None, count, "eager")
     return family, loaded[0].eval()
 
 
@@ -110,7 +124,7 @@ def _load(
     family: Family,
     config: Any,
     layers: tuple[int, int],
-    dtype: torch.dtype,
+    held: HeldTypes,
     device: torch.device,
     room_bytes: int | None,
     shard: TensorShard | None,
@@ -122,10 +136,12 @@ def _load(
         count: counter to which the bytes that are read are added.
     """
     module, needed, split = _load_module(
-        directory, family, config, layers, dtype, device, room_bytes, shard, count, PAGED
+        directory, family, config, layers, held, device, room_bytes, shard, count, PAGED
     )
+    if held.as_stored:
+        widen_embeddings(module)
     try:
-        fuse(module)  # merged weights and their parts are in memory at the same time
+        fuse(module, held.compute)  # merged weights and their parts are in memory at the same time
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -142,7 +158,7 @@ def _load_module(
     family: Family,
     config: Any,
     layers: tuple[int, int],
-    dtype: torch.dtype,
+    held: HeldTypes,
     device: torch.device,
     room_bytes: int | None,
     shard: TensorShard | None,
@@ -156,20 +172,21 @@ def _load_module(
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that this stage lacks
-    tensors, split = _stored(directory, family, config, layers, dtype, device, shard, count)
+    tensors, split = _stored(directory, family, config, layers, held, device, shard, count)
     needed = _num_bytes(tensors)
     count.total_bytes = sum(tensor.num_stored_bytes() for tensor in tensors.values())
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)
-    stage_class = partial_class(directory, architecture, family, layers, num_layers, tied, split)
+    narrow_type = _narrow_types(tensors, family) if held.as_stored else None
+    stage_class = partial_class(directory, architecture, family, layers, num_layers, tied, split, narrow_type)
     with quiet_transformers() as said:
         try:
             module, loaded = stage_class.from_pretrained(
                 None,
                 config=config,
                 state_dict=tensors,
-                dtype=dtype,
+                dtype=held.compute,
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # _require_complete reports them by name
                 output_loading_info=True,
@@ -194,7 +211,7 @@ def _load_module(
 def stage_bytes(
     directory: Path,
     layers: tuple[int, int],
-    dtype: torch.dtype,
+    held: HeldTypes,
     shard: TensorShard | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> int:
@@ -205,15 +222,15 @@ def stage_bytes(
         checkpoint: the tensors of the model; None reads them from the headers of its files.
     """
     family, config = load_config(directory)
-    return _num_bytes(_stored(directory, family, config, layers, dtype, None, shard, ReadCount(), checkpoint)[0])
+    return _num_bytes(_stored(directory, family, config, layers, held, None, shard, ReadCount(), checkpoint)[0])
 
 
 def stage_stored_bytes(
-    directory: Path, layers: tuple[int, int], dtype: torch.dtype, shard: TensorShard | None, checkpoint: Checkpoint
+    directory: Path, layers: tuple[int, int], held: HeldTypes, shard: TensorShard | None, checkpoint: Checkpoint
 ) -> int:
     """Return the bytes that `load_stage` reads from files for the layers [first, end). See stage_bytes."""
     family, config = load_config(directory)
-    tensors, _ = _stored(directory, family, config, layers, dtype, None, shard, ReadCount(), checkpoint)
+    tensors, _ = _stored(directory, family, config, layers, held, None, shard, ReadCount(), checkpoint)
     return sum(tensor.num_stored_bytes() for tensor in tensors.values())
 
 
@@ -222,7 +239,7 @@ def _stored(
     family: Family,
     config: Any,
     layers: tuple[int, int],
-    dtype: torch.dtype,
+    held: HeldTypes,
     device: torch.device | None,
     shard: TensorShard | None,
     count: ReadCount,
@@ -234,12 +251,29 @@ def _stored(
     """
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     entries = weight_entries(ConfigFile.read(directory), checkpoint or open_checkpoint(directory))
-    tensors = stage_tensors(entries, family, layers, num_layers, tied, dtype, count, device)
+    tensors = stage_tensors(entries, family, layers, num_layers, tied, held, count, device)
     if shard is None or shard.size == 1:
         return tensors, None
     check_shards(directory, shard.size)
     split = Split(config.base_model_tp_plan, family, layers, shard)
     return split.take(tensors), split
+
+
+def _narrow_types(tensors: Mapping[str, Weight], family: Family) -> NarrowType:
+    """Return a function that tells the narrower types of a model's matrices by their names in the model.
+
+    If all matrices of the stage are stored in the same narrow type, it is that of every name. Otherwise a name counts
+    only if it is the name of a stored tensor, because transformers may merge or rename tensors.
+    """
+    kinds = {weight.dtype for weight in tensors.values() if len(weight.shape) > 1}
+    alike = next(iter(kinds)) if len(kinds) == 1 else None
+
+    def narrow_type(name: str) -> torch.dtype | None:
+        stored = tensors.get(name) or tensors.get(name.removeprefix(f"{family.base}."))
+        found = stored.dtype if stored is not None else alike
+        return found if found in NARROW else None
+
+    return narrow_type
 
 
 def _num_bytes(tensors: Mapping[str, Weight]) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from sarathi_pp.model.checkpoint.pretrained import refuse_config
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.missing_layer import MissingLayer
+from sarathi_pp.model.narrow_weights import NarrowType, hold_narrow
 from sarathi_pp.model.tensor_parallel import Split
 
 
@@ -33,8 +34,13 @@ def partial_class(
     num_layers: int,
     tied: bool,
     split: Split | None,
+    narrow_type: NarrowType | None,
 ) -> Any:
-    """Return a subclass of the architecture that holds only the stage's modules, or a shard's part of them."""
+    """Return a subclass of the architecture that holds only the stage's modules, or a shard's part of them.
+
+    Args:
+        narrow_type: see `hold_narrow`; None if all weights have the type of the computation.
+    """
     first, end = layers
     embeds, ends, alone = first == 0, end == num_layers, first == end
 
@@ -45,9 +51,8 @@ def partial_class(
             raise refuse_config(directory, error) from error
         base = self.get_submodule(family.base)
         blocks = getattr(base, family.layers)
-        for index in range(num_layers):
-            if not first <= index < end:
-                blocks[index] = MissingLayer()
+        for index in (*range(first), *range(end, num_layers)):
+            blocks[index] = MissingLayer()
         if split is not None:
             split.narrow(blocks)
         if not embeds:
@@ -56,6 +61,8 @@ def partial_class(
             _drop_end(self, base, family, keep_lm_head=alone)
         if alone:
             setattr(base, family.layers, nn.ModuleList())
+        if narrow_type is not None:
+            hold_narrow(self, narrow_type)
 
     # Name and module are those of the parent, because transformers looks up weight conversions by them.
     namespace: dict[str, Any] = {

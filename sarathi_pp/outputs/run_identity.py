@@ -16,6 +16,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import InputError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.text.tokenizer import tokenizer_digest
 
 Identity = dict[str, str]
@@ -27,7 +28,12 @@ _PIECE_BYTES = 2**20
 
 
 def identity_of(
-    config: RunConfig, facts: ModelFacts, defaults: GenerationDefaults, model_dir: Path | None, input_path: str
+    config: RunConfig,
+    facts: ModelFacts,
+    dtypes: Dtypes,
+    defaults: GenerationDefaults,
+    model_dir: Path | None,
+    input_path: str,
 ) -> Identity:
     """Return the identity of a start. It leaves out options that change no answer: stages, policy, sizes.
 
@@ -41,7 +47,7 @@ def identity_of(
     return {
         "model": facts.fingerprint,
         "tokenizer": tokenizer_digest(model_dir) if model_dir is not None else _ABSENT,
-        "dtype": facts.dtype if config.dtype == "auto" else config.dtype,
+        "dtype": dtypes.compute,
         "max_model_len": str(facts.max_model_len(config.max_model_len)),
         "input": digest,
         "input_bytes": num_bytes,

@@ -17,6 +17,7 @@ from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.mlp import read_mlp
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.outputs.profile_file import read_profile
 
 
@@ -49,12 +50,15 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
     )
 
 
-def profile_mismatch(config: RunConfig, facts: ModelFacts) -> Iterator[str]:
-    """Yield a warning for each difference between profile and run because of which the profile's times may be wrong."""
+def profile_mismatch(config: RunConfig, dtype: str) -> Iterator[str]:
+    """Yield a warning for each difference between profile and run because of which the profile's times may be wrong.
+
+    Args:
+        dtype: float type in which the run computes.
+    """
     if config.profile is None:
         return
     profile = read_profile(config.profile)
-    dtype = facts.dtype if config.dtype == "auto" else config.dtype
     if profile.dtype != dtype:
         yield f"--profile {config.profile} was measured in {profile.dtype}, and this run is in {dtype}"
     if config.device not in ("auto", profile.device):
@@ -71,7 +75,7 @@ def estimated_cost(
     facts: ModelFacts,
     layers: Sequence[tuple[int, int]],
     *,
-    dtype: str,
+    dtypes: Dtypes,
     device: str,
     page_size: int,
     speed: DeviceSpeed | Sequence[DeviceSpeed] | None = None,
@@ -82,6 +86,7 @@ def estimated_cost(
     Args:
         facts: facts of the whole model.
         layers: one range of layers per stage, [first, end).
+        dtypes: the float types of the run.
         page_size: tokens per KV page.
         speed: speed of every stage's device, or one per stage; None to use typical speeds of this kind of device.
         shards: number of ranks that hold each stage together (tensor parallelism).
@@ -95,7 +100,8 @@ def estimated_cost(
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
-        weight_bytes=4 if dtype == "float32" else 2,
+        weight_bytes=_item_bytes(dtypes.weights),
+        compute_bytes=_item_bytes(dtypes.compute),
         speed=speed or DEVICE_SPEEDS[device],
         mlp_matrices=mlp.matrices,
         num_experts=mlp.num_experts,
@@ -103,6 +109,10 @@ def estimated_cost(
         page_size=page_size,
         shards=shards,
     )
+
+
+def _item_bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _split(profile: Profile, config: RunConfig) -> tuple[int, ...]:

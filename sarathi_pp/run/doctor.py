@@ -38,8 +38,9 @@ from sarathi_pp.model.checkpoint.entries import loaded_bytes, stored_bytes, weig
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
-from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn
+from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn, product_name
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
@@ -111,12 +112,13 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
         (
             *_software(),
             *_devices(device),
-            *_attention(device, _needs(facts[0]) if facts else None),
+            *_attention(device, _needs(facts[0], device) if facts else None),
             *_kernels(device),
             *_transport(device),
             *_host(device),
             *_packages(device),
             *looked_at,
+            *(_dtype(one, device) for one in facts),
         )
     )
 
@@ -177,8 +179,23 @@ def _devices(device: torch.device) -> Iterator[Finding]:
         yield Finding("devices", f"cuda:{index}", "used", detail)
 
 
-def _needs(facts: ModelFacts) -> Needs:
-    return Needs(getattr(torch, facts.dtype), facts.head_dim, facts.softcap, facts.sinks)
+def _dtypes(facts: ModelFacts, device: torch.device) -> Dtypes:
+    return choose_dtypes("auto", facts.dtype, on_cpu=device.type == "cpu")
+
+
+def _dtype(facts: ModelFacts, device: torch.device) -> Finding:
+    """Return the finding about the float type in which a run computes by default."""
+    dtypes = _dtypes(facts, device)
+    if device.type == "cpu" and (slow := why_slow(dtypes)):
+        return Finding("model", "dtype", "doubtful", slow)
+    held = "" if dtypes.weights == dtypes.compute else f"; weights stay in {dtypes.weights}, because this CPU has no"
+    held += f" fast products in {dtypes.weights}" if held else ""
+    products = product_name(getattr(torch, dtypes.compute), device)
+    return Finding("model", "dtype", "used", f"computes in {dtypes.compute} by products of {products}{held}")
+
+
+def _needs(facts: ModelFacts, device: torch.device) -> Needs:
+    return Needs(getattr(torch, _dtypes(facts, device).compute), facts.head_dim, facts.softcap, facts.sinks)
 
 
 def _attention(device: torch.device, needs: Needs | None) -> Iterator[Finding]:
@@ -220,7 +237,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     detail = (
         "for bfloat16 linear layers that numba's kernels cannot compute"
         if has_onednn()
-        else "torch is built without oneDNN"
+        else "torch is built without oneDNN, or has no such products for this processor"
     )
     yield Finding("kernels", "oneDNN's", state, detail)
 

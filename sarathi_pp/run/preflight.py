@@ -28,6 +28,7 @@ from sarathi_pp.inputs.scan import names_grammars, scan_input
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, why_slow
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -117,6 +118,11 @@ class Preflight:
             return bool(self.names_grammars)
         return self.facts.vocab_size * _VOCABULARY_S_PER_TOKEN >= self.config.peer_timeout_s
 
+    @property
+    def dtypes(self) -> Dtypes:
+        """The float types of the run."""
+        return dtypes_of(self.config, self.facts)
+
     def tokenizer(self) -> Tokenizer:
         """Load the model's tokenizer. If stages are emulated, return one without files, for token ids only."""
         vocab_size = self.facts.vocab_size
@@ -160,7 +166,9 @@ def preflight(options: BatchOptions) -> Preflight:
     facts.max_model_len(config.max_model_len)
     defaults = _generation_defaults(config, model_dir)
     defaults = defaults.with_command(config.sampling_overrides)
-    warnings = [*defaults.warnings, *profile_mismatch(config, facts)]
+    warnings = [*defaults.warnings, *profile_mismatch(config, dtypes_of(config, facts).compute)]
+    if config.emulate is None and computes_on_cpu(config.device) and (slow := why_slow(dtypes_of(config, facts))):
+        warnings.append(slow)
     if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
@@ -176,7 +184,9 @@ def identify(options: BatchOptions, checked: Preflight) -> Preflight:
         InputError: the input cannot be read.
     """
     identity = {
-        **identity_of(checked.config, checked.facts, checked.defaults, checked.model_dir, options.input_path),
+        **identity_of(
+            checked.config, checked.facts, checked.dtypes, checked.defaults, checked.model_dir, options.input_path
+        ),
         "output": output_name(options.output_path, checked.run_dir.path),
         **({} if options.input_format == "auto" else {"input_format": options.input_format}),
     }
@@ -291,6 +301,12 @@ def follow(options: BatchOptions) -> Preflight:
     config, model_dir, profile, facts = open_model(options.config)
     defaults = _generation_defaults(config, model_dir)
     return Preflight(config, model_dir, profile, facts, defaults, options.run_directory())
+
+
+def dtypes_of(config: RunConfig, facts: ModelFacts) -> Dtypes:
+    """Return the float types of a run. Emulated stages compute nothing, so their type is that of the profile."""
+    on_cpu = config.emulate is None and computes_on_cpu(config.device)
+    return choose_dtypes(config.dtype, facts.dtype, on_cpu=on_cpu)
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:

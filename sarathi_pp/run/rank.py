@@ -190,7 +190,7 @@ class Rank:
             checked.model_dir,
             checked.facts,
             run.layers,
-            dtype=run.dtype,
+            dtypes=checked.dtypes,
             device=self.device.type,
             page_size=run.page_size,
             shards=run.tensor_parallel_size,
@@ -205,7 +205,13 @@ class Rank:
             "shared_memory_edges": self._pipeline.shared_edges,
             **self._memory(),
         }
-        model = {"quantised": self.checked.facts.quantised, "fingerprint": self.checked.facts.fingerprint}
+        checked = self.checked
+        model = {
+            "weights_dtype": checked.dtypes.weights,
+            "products": self._loaded.maker.products,
+            "quantised": checked.facts.quantised,
+            "fingerprint": checked.facts.fingerprint,
+        }
         return {**dataclasses.asdict(self.run), **found, **software(), **model}
 
     def finish(self, facts: Mapping[str, Any] | None = None) -> FinishedRun | None:

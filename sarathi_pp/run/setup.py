@@ -197,7 +197,7 @@ def agree_on_start(member: Member) -> AgreedStart:
     config, run_dir = checked.config, checked.run_dir
     torch.set_num_threads(env.num_threads())
     with agreement.step("reading versions and options", must_match=True) as step:
-        step.own = rank_fingerprint(config, checked.facts)
+        step.own = rank_fingerprint(config, checked.facts, checked.dtypes)
     with agreement.step("choosing its device") as step:
         device = choose_device("cpu" if checked.profile is not None else config.device, env)
         step.own = dataclasses.asdict(describe_device(device, host_id(), nccl=has_nccl()))
@@ -230,7 +230,7 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
     with agreement.alike():
         split = partition(facts.num_layers, mesh.stages, config.layer_split)
     layers = split[member.coordinate.stage]
-    dtype: torch.dtype = getattr(torch, _dtype_name(checked))
+    dtype: torch.dtype = getattr(torch, checked.dtypes.compute)
     shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name)
     with agreement.step("loading transformers and choosing kernels"):
         maker = _choose_maker(member, start, dtype, shards)
@@ -270,7 +270,7 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
             loaded.split,
             loaded.num_pages,
             page_size=maker.page_size,
-            dtype=_dtype_name(checked),
+            dtype=checked.dtypes.compute,
             device=maker.device_name,
             attention=maker.attention,
             moves_head=loaded.moves_head,
@@ -362,11 +362,6 @@ def open_pipeline(
     return Pipeline(upstream, runner, remotes, tuple(edges.shared))
 
 
-def _dtype_name(checked: Preflight) -> str:
-    """Return the name of the type of weights and activations, such as "bfloat16"."""
-    return checked.facts.dtype if checked.config.dtype == "auto" else checked.config.dtype
-
-
 def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards: ShardGroup | None) -> StageMaker:
     """Return the maker of this rank's stage.
 
@@ -391,6 +386,7 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
         TensorShard(shards.index, shards.size, shards.all_reduce) if shards is not None else None,
         moves_head=moves,
         by_nccl=start.transport.name == "nccl",
+        dequantised=getattr(torch, checked.dtypes.weights),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.process.host import memory_pools
@@ -64,8 +65,9 @@ class CheckMemory:
     @classmethod
     def of(cls, directory: Path, facts: ModelFacts, stages: Sequence[Layers]) -> CheckMemory:
         """Read the sizes of a model's tensors, and the memory that is available now."""
-        whole = stage_bytes(directory, (0, facts.num_layers), torch.float32)
-        each = [stage_bytes(directory, layers, torch.float32) for layers in stages]
+        theirs, ours = HeldTypes(torch.float32, torch.float32, as_stored=False), HeldTypes.on("cpu", torch.float32)
+        whole = stage_bytes(directory, (0, facts.num_layers), theirs)
+        each = [stage_bytes(directory, layers, ours) for layers in stages]
         return cls(facts, stages, whole, each, min(pool.free_bytes for pool in memory_pools()))
 
     @property

@@ -135,6 +135,7 @@ class EmulatedStages:
     """A maker of stages that sleep for the times of a profile. See the interface StageMaker."""
 
     attention = "emulated"
+    products = "emulated"
     device_name = "emulated"
 
     def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:

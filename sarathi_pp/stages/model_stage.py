@@ -26,7 +26,8 @@ from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.fuse.packed_linear import warm_linears
+from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.fuse.packed_linear import product_name, warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
@@ -68,6 +69,7 @@ class ModelStages:
             make their stages at the same time.
         moves_head: see ResolvedRun.
         by_nccl: NCCL carries the activations, so they are received into memory of the GPU.
+        dequantised: type to which quantised weights are dequantised; None for dtype.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class ModelStages:
         *,
         moves_head: bool = False,
         by_nccl: bool = False,
+        dequantised: torch.dtype | None = None,
     ) -> None:
         needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
         backend = choose_backend(config.attention, device, config.page_size, needs)
         self.page_size = config.page_size or backend.default_page_size
         self.attention = backend.name
+        self.products = product_name(dtype, device)
         self.device_name = device.type
         self._config = config
         self._backend = backend
@@ -93,6 +97,7 @@ class ModelStages:
         self._shard = shard
         self._facts = facts if shard is None else facts.sharded(shard.size)
         self._dtype = dtype
+        self._dequantised = dequantised
         self._device = device
         self.has_head = moves_head
         self.reading = ReadCount()
@@ -102,7 +107,8 @@ class ModelStages:
         self._working = 0
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
-        return stage_bytes(self._model_dir, layers, self._dtype, self._shard)
+        held = HeldTypes.on(self._device.type, self._dtype, self._dequantised)
+        return stage_bytes(self._model_dir, layers, held, self._shard)
 
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
         facts, dtype, device = self._facts, self._dtype, self._device
@@ -116,6 +122,7 @@ class ModelStages:
             room_bytes,
             self._shard,
             self.reading,
+            self._dequantised,
         )
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)
@@ -135,7 +142,7 @@ class ModelStages:
         assert self._loaded is not None, "layers come first"
         left = room_bytes - self._loaded.num_bytes
         try:
-            self._head = load_lm_head(self._model_dir, self._dtype, self._device, left)
+            self._head = load_lm_head(self._model_dir, self._dtype, self._device, left, self._dequantised)
         except CapacityError as error:
             _log.warning("the LM head stays on the last stage: %s", str(error).splitlines()[0])
             self.has_head = False

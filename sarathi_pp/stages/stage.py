@@ -106,6 +106,7 @@ class StageMaker(Protocol):
     Attributes:
         page_size: tokens per KV page.
         attention: name of the attention backend.
+        products: name of what computes linear layers, such as numba.
         device_name: type of the device, for the reports.
         has_head: True if the run wants the first stage to have the LM head too. On the first stage, `load` sets it to
             False if there is no room.
@@ -116,6 +117,8 @@ class StageMaker(Protocol):
     def page_size(self) -> int: ...
     @property
     def attention(self) -> str: ...
+    @property
+    def products(self) -> str: ...
     @property
     def device_name(self) -> str: ...
     @property

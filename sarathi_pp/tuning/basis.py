@@ -97,7 +97,7 @@ def estimated_basis(model: PlannedModel, config: RunConfig, devices: Sequence[De
             model.directory,
             facts,
             layers,
-            dtype=memory.dtype_name,
+            dtypes=memory.dtypes,
             device=device.type,
             page_size=memory.page_size,
             speed=_slowest_speeds(devices, len(layers), shards) if devices else None,
@@ -107,7 +107,7 @@ def estimated_basis(model: PlannedModel, config: RunConfig, devices: Sequence[De
     profile = Profile(
         model=config.model,
         device=device.type,
-        dtype=memory.dtype_name,
+        dtype=memory.dtypes.compute,
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         cost=cost_of(partition(facts.num_layers, config.stages)),

@@ -23,6 +23,8 @@ from sarathi_pp.model.checkpoint.files import Checkpoint, indexed_files, open_ch
 from sarathi_pp.model.checkpoint.kind import INDEX_FILE, SINGLE_FILE
 from sarathi_pp.model.checkpoint.mlp import read_mlp
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards, describe_config
+from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import resolve_limits
@@ -62,21 +64,22 @@ class PlannedModel:
 
         return cls(directory, facts, describe_tensors(directory), from_config=True)
 
-    def notes(self, config: RunConfig) -> list[str]:
+    def notes(self, config: RunConfig, device: str) -> list[str]:
         """Return notes for the user about the source of the sizes."""
+        dtypes = self.dtypes(config, device)
         notes = []
         if self.facts.quantised is not None:
             notes.append(
                 f"the published weights are quantised ({self.facts.quantised}); a run dequantises them when it loads "
-                f"them, so they take the memory of {self.dtype_name(config)}"
+                f"them, so they take the memory of {dtypes.weights}"
             )
         if self.from_config:
-            dtype = self.dtype_name(config)
-            notes.append(f"the weights are not on this host; sizes are those of config.json in {dtype}")
+            notes.append(f"the weights are not on this host; sizes are those of config.json in {dtypes.weights}")
         return notes
 
-    def dtype_name(self, config: RunConfig) -> str:
-        return self.facts.dtype if config.dtype == "auto" else config.dtype
+    def dtypes(self, config: RunConfig, device: str) -> Dtypes:
+        """Return the float types of a run on "cpu" or "cuda". All CPUs are taken to be like the one here."""
+        return choose_dtypes(config.dtype, self.facts.dtype, on_cpu=device == "cpu")
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,12 @@ class Weights:
     """Bytes of the weights that one rank of a stage loads, for any range of layers.
 
     Attributes:
+        held: the types in which they are held.
         shards: number of ranks that share each stage.
     """
 
     model: PlannedModel
-    dtype: torch.dtype
+    held: HeldTypes
     shards: int
 
     def num_bytes(self, layers: Span) -> int:
@@ -108,7 +112,7 @@ class Weights:
         if self.model.from_config:
             return None
         shard = TensorShard(0, self.shards, _no_sum)
-        return stage_stored_bytes(self.model.directory, layers, self.dtype, shard, self.model.checkpoint)
+        return stage_stored_bytes(self.model.directory, layers, self.held, shard, self.model.checkpoint)
 
     @cached_property
     def _sums(self) -> list[int]:
@@ -125,7 +129,7 @@ class Weights:
         from sarathi_pp.model.loader import stage_bytes  # takes seconds
 
         shard = TensorShard(0, self.shards, _no_sum)
-        return stage_bytes(self.model.directory, layers, self.dtype, shard, self.model.checkpoint)
+        return stage_bytes(self.model.directory, layers, self.held, shard, self.model.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +171,13 @@ class ModelMemory:
         return self.model.facts.num_layers
 
     @property
-    def dtype_name(self) -> str:
-        return self.model.dtype_name(self.config)
+    def dtypes(self) -> Dtypes:
+        return self.model.dtypes(self.config, self.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weights.dtype
+        """The float type of the computation and of KV pages."""
+        return self.weights.held.compute
 
     @property
     def page_size(self) -> int:
@@ -185,8 +190,9 @@ class ModelMemory:
 
     @classmethod
     def of(cls, model: PlannedModel, config: RunConfig, device: str, longest: int) -> ModelMemory:
-        dtype = getattr(torch, model.dtype_name(config))
-        return cls(Weights(model, dtype, config.tensor_parallel_size), config, device, longest)
+        dtypes = model.dtypes(config, device)
+        held = HeldTypes.on(device, getattr(torch, dtypes.compute), getattr(torch, dtypes.weights))
+        return cls(Weights(model, held, config.tensor_parallel_size), config, device, longest)
 
     def with_options(self, **options: Any) -> ModelMemory:
         """Return the memory of the same model under changed options of the run.

@@ -224,13 +224,13 @@ class _Document:
 
     def _notes(self) -> Iterator[str]:
         config, basis, model = self.config, self.planner.basis, self.memory.model
-        yield from model.notes(config)
+        yield from model.notes(config, basis.device)
         num_ranks, num_devices = config.stages * config.tensor_parallel_size, len(basis.devices)
         if num_devices > num_ranks:
             yield f"{num_ranks} of {num_devices} devices are used"
         if basis.devices and basis.source == "estimate" and not any(device.known for device in basis.devices):
             yield "times are those of an A100; name another card with --card"
-        yield from profile_mismatch(config, model.facts)
+        yield from profile_mismatch(config, self.memory.dtypes.compute)
 
 
 _PREDICTED = tuple(Prediction.__dataclass_fields__)

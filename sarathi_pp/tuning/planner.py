@@ -185,7 +185,7 @@ class Planner:
             layers,
             pages,
             page_size=memory.page_size,
-            dtype=memory.dtype_name,
+            dtype=memory.dtypes.compute,
             device=basis.device,
             attention=config.attention,
             moves_head=moves,

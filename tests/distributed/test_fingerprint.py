@@ -8,6 +8,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.fingerprint import rank_fingerprint, require_equal
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.dtypes import Dtypes
 from tests.model.families import write_checkpoint
 
 
@@ -15,7 +16,7 @@ from tests.model.families import write_checkpoint
 def fingerprint(tmp_path_factory):
     model = tmp_path_factory.mktemp("llama")
     write_checkpoint("llama", model)
-    return rank_fingerprint(RunConfig(model=str(model)), check_model(model))
+    return rank_fingerprint(RunConfig(model=str(model)), check_model(model), Dtypes("float32", "float32"))
 
 
 def test_software_model_and_options_are_in_it(fingerprint):

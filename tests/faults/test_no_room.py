@@ -12,6 +12,7 @@ from sarathi_pp.errors import CapacityError
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
+from sarathi_pp.model.checkpoint.weights import HeldTypes
 from tests.commands.processes import Files
 from tests.faults.jobs import fault, started
 from tests.model.families import NUM_LAYERS, write_checkpoint
@@ -39,7 +40,9 @@ def test_ranks_of_a_host_that_fit_one_by_one_and_not_together_are_refused(what, 
     """The check comes before loading; the figures of needed and available memory are those of the host."""
     files = Files(tmp_path)
     files.write_prompts([(5, 6)])
-    needed = sum(loader.stage_bytes(model, layers, torch.float32) for layers in ((0, 3), (3, NUM_LAYERS)))
+    needed = sum(
+        loader.stage_bytes(model, layers, HeldTypes.on("cpu", torch.float32)) for layers in ((0, 3), (3, NUM_LAYERS))
+    )
     free = needed - 1 if what == "weights" else needed + 1
     with started(files, model, "--stages", "2", "--dtype", "float32", **fault(1, "full", free)) as run:
         said = run.end()

@@ -441,7 +441,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model import loader
 from sarathi_pp.model.loader import load_stage
 
-loader.fuse = lambda module: 0  # loading alone: what packing leaves to the allocator is not the loader's
+loader.fuse = lambda module, compute: 0  # loading alone: what packing leaves to the allocator is not the loader's
 
 def kib(name):
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(name))

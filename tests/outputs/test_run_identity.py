@@ -11,6 +11,7 @@ import pytest
 from sarathi_pp.config import RunConfig
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.dtypes import choose_dtypes
 from sarathi_pp.outputs.run_identity import differences, grown_input, identity_of, input_digest
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
@@ -31,7 +32,9 @@ def prompts(tmp_path):
 
 def identity(model, prompts, config=CONFIG, **sampling):
     defaults = read_generation_config(model).with_command(sampling)
-    return identity_of(config, check_model(model), defaults, model, str(prompts))
+    facts = check_model(model)
+    dtypes = choose_dtypes(config.dtype, facts.dtype, on_cpu=True)
+    return identity_of(config, facts, dtypes, defaults, model, str(prompts))
 
 
 @pytest.mark.parametrize(

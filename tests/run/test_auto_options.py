@@ -15,6 +15,7 @@ from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError, MissingError, PartitionError
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.run.auto_options import estimated_cost, profile_mismatch, tuned
 from tests.core.cost.test_profile import PROFILE
 
@@ -69,7 +70,7 @@ def test_what_the_user_said_stays(tmp_path: Path, facts: ModelFacts) -> None:
 
 def test_without_a_profile_nothing_changes(facts: ModelFacts) -> None:
     asked = RunConfig(model="m", stages=2)
-    assert tuned(asked, facts) is asked and list(profile_mismatch(asked, facts)) == []
+    assert tuned(asked, facts) is asked and list(profile_mismatch(asked, facts.dtype)) == []
 
 
 @pytest.mark.parametrize(("policy", "given"), [("sarathi:even=1", True), ("orca", False), ("balanced", False)])
@@ -102,25 +103,27 @@ def test_another_models_profile_is_refused(tmp_path: Path, facts: ModelFacts) ->
 
 
 def test_times_of_another_dtype_or_device_are_warned_of(tmp_path: Path, facts: ModelFacts) -> None:
-    assert list(profile_mismatch(config(tmp_path), facts)) == []
-    (said,) = profile_mismatch(config(tmp_path, dtype="float32"), facts)
+    assert list(profile_mismatch(config(tmp_path), facts.dtype)) == []
+    (said,) = profile_mismatch(config(tmp_path), "float32")
     assert "was measured in bfloat16, and this run is in float32" in said
-    (said,) = profile_mismatch(config(tmp_path, device="cuda"), facts)
+    (said,) = profile_mismatch(config(tmp_path, device="cuda"), facts.dtype)
     assert "was measured on cpu, and this run is on cuda" in said
 
 
 def test_times_of_other_shards_are_warned_of(tmp_path: Path, facts: ModelFacts) -> None:
-    (said,) = profile_mismatch(config(tmp_path, tensor_parallel_size=2), facts)
+    (said,) = profile_mismatch(config(tmp_path, tensor_parallel_size=2), facts.dtype)
     assert said.endswith("was measured with --tensor-parallel-size 1, and this run has 2")
     sharded = replace(HEAVY, tensor_parallel_size=2)
-    (said,) = profile_mismatch(config(tmp_path, sharded), facts)
+    (said,) = profile_mismatch(config(tmp_path, sharded), facts.dtype)
     assert said.endswith("was measured with --tensor-parallel-size 2, and this run has 1")
-    assert list(profile_mismatch(config(tmp_path, sharded, tensor_parallel_size=2), facts)) == []
+    assert list(profile_mismatch(config(tmp_path, sharded, tensor_parallel_size=2), facts.dtype)) == []
 
 
 def test_an_estimate_reads_the_models_own_sizes() -> None:
     facts = check_model(ADDER)
-    model = estimated_cost(ADDER, facts, [(0, 3), (3, 5)], dtype="float32", device="cpu", page_size=16)
+    model = estimated_cost(
+        ADDER, facts, [(0, 3), (3, 5)], dtypes=Dtypes("float32", "float32"), device="cpu", page_size=16
+    )
     first = model.stages[0]
     weights = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 192
     assert first.a1 == pytest.approx(3 * 2 * weights / 1e11)
@@ -129,7 +132,7 @@ def test_an_estimate_reads_the_models_own_sizes() -> None:
 
 def test_an_estimate_of_shards_is_of_each() -> None:
     facts = check_model(ADDER)
-    options = {"dtype": "float32", "device": "cpu", "page_size": 16}
+    options = {"dtypes": Dtypes("float32", "float32"), "device": "cpu", "page_size": 16}
     whole, half = (estimated_cost(ADDER, facts, [(0, 5)], **options, shards=shards).stages[0] for shards in (1, 2))
     assert (half.a3, half.page_bytes) == (whole.a3 / 2, whole.page_bytes / 2)
     assert half.a0 > whole.a0  # sums over gloo, of a model that is read in microseconds

@@ -16,6 +16,7 @@ from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.run import rank as rank_module
@@ -55,7 +56,8 @@ def test_without_a_profile_it_is_the_estimate_that_plan_makes(tmp_path: Path, mo
     write_checkpoint("qwen3_moe", directory)
     config = RunConfig(model=str(directory), dtype="float32", device="cpu", kv_cache_memory_bytes=1 << 20, page_size=4)
     facts = check_model(directory)
-    planned = estimated_cost(directory, facts, [(0, facts.num_layers)], dtype="float32", device="cpu", page_size=4)
+    dtypes, layers = Dtypes("float32", "float32"), [(0, facts.num_layers)]
+    planned = estimated_cost(directory, facts, layers, dtypes=dtypes, device="cpu", page_size=4)
     assert first_cost(config, directory, tmp_path, monkeypatch) == planned
 
 

@@ -87,7 +87,7 @@ def test_a_stage_takes_what_was_planned_from_its_config(
     model.save_pretrained(tmp_path)
     facts = planned.facts
     backend = choose_backend("sdpa", CPU, 16, Needs(torch.float32, facts.head_dim, facts.softcap, facts.sinks))
-    monkeypatch.setattr(loader, "fuse", lambda module: 0)  # packed weights are no parameters
+    monkeypatch.setattr(loader, "fuse", lambda module, compute: 0)  # packed weights are no parameters
     stage = load_stage(tmp_path, layers, 4, torch.float32, CPU, backend)
     kv = KVShard(layers, LONGEST // 16, 16, facts.num_kv_heads, facts.head_dim, torch.float32, CPU)
     held = sum(one.nbytes for one in (*stage.module.parameters(), *stage.module.buffers()))

@@ -92,6 +92,7 @@ def estimate_cost(
     head_dim: int,
     vocab_size: int,
     weight_bytes: int,
+    compute_bytes: int | None = None,
     speed: DeviceSpeed | Sequence[DeviceSpeed],
     mlp_matrices: int = 3,
     num_experts: int = 1,
@@ -124,7 +125,8 @@ def estimate_cost(
 
     Args:
         layers: layers [first, end) of each stage.
-        weight_bytes: bytes of one weight, and of one key or value.
+        weight_bytes: bytes of one weight in memory.
+        compute_bytes: bytes of a number of the computation, such as a key or value; None for weight_bytes.
         speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
         mlp_matrices: 3 with a gate, 2 without.
         num_experts: experts per layer, each of intermediate_size.
@@ -139,8 +141,9 @@ def estimate_cost(
     expert = mlp_matrices * hidden_size * intermediate_size
     read_bytes = (attention + num_experts * expert) / shards * weight_bytes
     token_flops = 2 * (attention + experts_per_token * expert) / shards
-    kv_bytes = 2 * (num_kv_heads // shards) * head_dim * weight_bytes
-    size = 2 if weight_bytes <= 2 else 4
+    compute_bytes = compute_bytes or weight_bytes
+    kv_bytes = 2 * (num_kv_heads // shards) * head_dim * compute_bytes
+    size = 2 if compute_bytes <= 2 else 4
     tile = speeds[0].tile
     tiles_read = min(
         int(own.hidden_share * read_bytes / own.bytes_per_s / (token_flops / own.flops[size] * tile)) for own in speeds
@@ -149,7 +152,7 @@ def estimate_cost(
     def stage_cost(first: int, end: int, own: DeviceSpeed) -> StageCost:
         token_s, count = token_flops / own.flops[size], end - first
         sums_s = 2 * own.sums.fixed_s(shards) if own.sums is not None else 0.0
-        sums_token_s = 2 * own.sums.byte_s(shards) * hidden_size * weight_bytes if own.sums is not None else 0.0
+        sums_token_s = 2 * own.sums.byte_s(shards) * hidden_size * compute_bytes if own.sums is not None else 0.0
         return StageCost(
             (first, end),
             a0=count * (read_bytes / own.bytes_per_s - tiles_read * token_s * tile + own.layer_s + sums_s),

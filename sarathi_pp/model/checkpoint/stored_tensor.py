@@ -31,7 +31,7 @@ class Weight(ABC):
     Args:
         entry: the position of the whole weight in its file.
         count: counter to which the bytes are added while they are read.
-        dtype: float type to which the loader will convert it.
+        dtype: float type in which it is held in memory, to which the loader converts it.
         cut: the part to read; None for the whole weight.
         device: device that the weight moves to, whatever the loader requests; None for host memory.
     """
@@ -46,7 +46,7 @@ class Weight(ABC):
     ) -> None:
         self._entry = entry
         self._count = count
-        self._dtype = dtype
+        self.dtype = dtype
         self._cut = cut
         self._device = device
         self.shape = self._whole if cut is None else cut.of(self._whole)
@@ -59,11 +59,11 @@ class Weight(ABC):
     def cut(self, cut: Cut) -> Self:
         """Return a part of the weight. Only bytes of that part are read."""
         assert self._cut is None, "cut once"
-        return type(self)(self._entry, self._count, self._dtype, cut, self._device)
+        return type(self)(self._entry, self._count, self.dtype, cut, self._device)
 
     def num_bytes(self) -> int:
         """Return the number of bytes that it takes in memory, in the type to which the loader converts it."""
-        return math.prod(self.shape) * self._dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, everything: EllipsisType) -> Tensor | Arrived:
         """Return the weight. Raise InputError if its parts do not agree, or the file is shorter than before."""
@@ -98,8 +98,8 @@ class StoredTensor(Weight):
     def read(self) -> Tensor:
         stored = DTYPES[self._entry.dtype]
         num_bytes = self.num_stored_bytes()
-        convert = stored.is_floating_point and stored != self._dtype and num_bytes > BLOCK_BYTES
-        target = torch.empty(self.shape, dtype=self._dtype if convert else stored)
+        convert = stored.is_floating_point and stored != self.dtype and num_bytes > BLOCK_BYTES
+        target = torch.empty(self.shape, dtype=self.dtype if convert else stored)
         with self._entry.file.open("rb", buffering=0) as stream:
             pieces = Pieces.of_cut(stream, self._entry, self._cut, self._count)
             if convert:
@@ -126,13 +126,13 @@ class TurnedTensor(StoredTensor):
         return experts, outputs, inputs
 
     def read(self) -> Tensor:
-        """Return the weight in host memory, in the dtype of the run."""
+        """Return the weight in host memory, in its dtype."""
         _, outputs, inputs = self._whole
         rows, columns = (
             [(0, self._whole[dim])] if self._cut is None else self._cut.ranges_of(self._whole, dim) for dim in (1, 2)
         )
         ((left, right),) = columns
-        target = torch.empty(self.shape, dtype=self._dtype)
+        target = torch.empty(self.shape, dtype=self.dtype)
         for index, matrix in enumerate(target):
             filled = 0
             for first, end in rows:

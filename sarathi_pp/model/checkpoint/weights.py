@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -11,8 +12,41 @@ from sarathi_pp.model.checkpoint.files import TensorEntry
 from sarathi_pp.model.checkpoint.quantised.parts import Entry
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor, TurnedTensor, Weight
-from sarathi_pp.model.checkpoint.tensor_file import ReadCount
+from sarathi_pp.model.checkpoint.tensor_file import DTYPES, ReadCount
 from sarathi_pp.model.families import Family
+from sarathi_pp.model.fuse.float_linear import NARROW, has_float_gemm
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTypes:
+    """The float types in which a stage holds its weights.
+
+    Attributes:
+        compute: type of activations, and of weights that are not held as they are stored.
+        dequantised: type to which quantised weights are dequantised.
+        as_stored: matrices of a narrower type stay as they are stored, and are widened in registers.
+    """
+
+    compute: torch.dtype
+    dequantised: torch.dtype
+    as_stored: bool
+
+    @classmethod
+    def on(cls, device: str, compute: torch.dtype, dequantised: torch.dtype | None = None) -> HeldTypes:
+        """Return the types for a kind of device, "cpu" or "cuda".
+
+        Args:
+            dequantised: None if quantised weights become those of `compute`.
+        """
+        as_stored = device == "cpu" and compute == torch.float32 and has_float_gemm()
+        return cls(compute, dequantised or compute, as_stored)
+
+    def of(self, entry: Entry) -> torch.dtype:
+        """Return the type in which a weight is held. Vectors are small, and are converted."""
+        if not self.as_stored or len(entry.shape) < 2:
+            return self.compute
+        stored = DTYPES[entry.dtype] if isinstance(entry, TensorEntry) else self.dequantised
+        return stored if stored in NARROW else self.compute
 
 
 def stage_tensors(
@@ -21,7 +55,7 @@ def stage_tensors(
     layers: tuple[int, int],
     num_layers: int,
     tied: bool,
-    dtype: torch.dtype,
+    held: HeldTypes,
     count: ReadCount,
     device: torch.device | None = None,
 ) -> dict[str, Weight]:
@@ -30,6 +64,11 @@ def stage_tensors(
     A name that belongs to no layer and to no module of the first stage goes to the last stage. So does a layer past the
     model's end. The loader of the last stage drops those that transformers ignores, and reports the others. The empty
     range at the model's end means the LM head alone.
+
+    Args:
+        held: the types in which the weights are held in memory.
+        count: counter to which the bytes are added while they are read.
+        device: see Weight.
     """
     first, end = layers
     in_layer = re.compile(rf"(?:^|\.){re.escape(family.layers)}\.(\d+)\.")
@@ -46,7 +85,9 @@ def stage_tensors(
             if any(name in parts for name in family.first_modules):
                 wanted = first == 0 or (end == num_layers and tied and family.embed in parts)
         if wanted:
-            chosen[key] = _weight(entry, count, dtype, device)
+            # Few modules of learned positions are plain embeddings, which could hold a narrower type.
+            of_positions = family.positions is not None and family.positions in key.split(".")
+            chosen[key] = _weight(entry, count, held.compute if of_positions else held.of(entry), device)
     return chosen
 
 

@@ -23,7 +23,9 @@ from sarathi_pp.model.fuse.compiled_layers import CompiledLayers
 from sarathi_pp.model.fuse.rewrite import runs
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.missing_layer import MissingLayer
+from sarathi_pp.model.narrow_weights import WideEmbedding
 
+_EMBEDDINGS = (nn.Embedding, WideEmbedding, MissingLayer)
 # The forwards of Qwen2 and Mistral differ from Llama's in the masks they make. Qwen3's is the same as Qwen2's.
 _KNOWN = (LlamaModel, MistralModel, Qwen2Model)
 # These forwards are the same except for the examples in their docstrings, which count as code.
@@ -78,6 +80,7 @@ class BareModel(nn.Module):
         """
         if input_ids is not None:
             hidden = self.embed_tokens.weight.index_select(0, input_ids[0])[None]
+            hidden = hidden.float() if type(self.embed_tokens) is WideEmbedding else hidden
         else:
             assert inputs_embeds is not None
             hidden = inputs_embeds
@@ -122,7 +125,7 @@ def use_bare_model(module: nn.Module, name: str) -> bool:
         name: path of the base model in `module`.
     """
     base: Any = module.get_submodule(name)
-    if not any(_is(base, known) for known in _KNOWN) or type(base.embed_tokens) not in (nn.Embedding, MissingLayer):
+    if not any(_is(base, known) for known in _KNOWN) or type(base.embed_tokens) not in _EMBEDDINGS:
         return False
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, BareModel(base))

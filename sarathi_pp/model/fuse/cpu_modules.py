@@ -1,6 +1,6 @@
 """Modules that replace a model's own (rewrite.py): the same values with fewer passes over memory.
 
-All modules take the dtype of their weights, bfloat16 or float32, on CPU. Every rounding to bfloat16 is at the same
+All modules compute in bfloat16 or float32, on CPU. Every rounding to bfloat16 is at the same
 point as in the model. The linear layers o_proj and down_proj keep their names, because tensor_parallel.py finds by name
 the modules whose outputs it sums.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _ROWS_A_THREAD = 32
 
 
-def _pack(*linears: nn.Linear) -> PackedLinear | FloatLinear:
+def _pack(dtype: torch.dtype, *linears: nn.Linear) -> PackedLinear | FloatLinear:
     """Return one packed layer with the outputs of all these layers, which have the same input."""
-    packed = packed_class(linears[0])
+    packed = packed_class(linears[0], dtype)
     assert packed is PackedLinear or packed is FloatLinear, f"{linears[0].weight.dtype}: {packed}"
     return packed(*linears)
 
@@ -41,13 +41,13 @@ def _row_ops(dtype: torch.dtype) -> RowOps:
 class GatedMLP(nn.Module):
     """A gated MLP: down(silu(gate(x)) * up(x)) for x (..., hidden_size)."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self._silu_multiply = _row_ops(mlp.up_proj.weight.dtype).silu_multiply
+        self._silu_multiply = _row_ops(dtype).silu_multiply
         self.width = mlp.up_proj.out_features
-        self.gate_up = _pack(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = _pack(dtype, mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # frees them before the next one is packed
-        self.down_proj = _pack(mlp.down_proj)
+        self.down_proj = _pack(dtype, mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.gate_up(x)
@@ -123,18 +123,18 @@ class RotaryAttention(nn.Module):
         with_norms: first apply attention.q_norm and k_norm, RMSNorms of head_dim, to the heads of queries and keys.
     """
 
-    def __init__(self, attention: Any, *, with_norms: bool = False) -> None:
+    def __init__(self, attention: Any, dtype: torch.dtype, *, with_norms: bool = False) -> None:
         super().__init__()
-        self._dtype = attention.q_proj.weight.dtype
+        self._dtype = dtype
         self._rotate_and_write = _row_ops(self._dtype).rotate_and_write
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
         self.scaling = attention.scaling
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.qkv = _pack(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = _pack(dtype, attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
-        self.o_proj = _pack(attention.o_proj)
+        self.o_proj = _pack(dtype, attention.o_proj)
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0

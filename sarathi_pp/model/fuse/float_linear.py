@@ -14,6 +14,8 @@ from torch.nn import functional
 
 # Outputs of a panel.
 _PANEL = 16
+# Types of weights that the product widens in registers.
+NARROW = (torch.bfloat16,)
 
 
 @functools.cache
@@ -36,7 +38,7 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
 
-    weight = weight.detach()
+    weight = weight.detach().float()
     outputs, inputs = weight.shape
     # The product takes addresses, so it would not notice a wrong type or shape.
     assert weight.dtype == torch.float32 and weight.is_cpu, f"{weight.dtype} weight on {weight.device}"
@@ -61,6 +63,8 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class FloatLinear(nn.Module):
     """A linear layer by our own product: x @ weight.T + bias for float32 x (..., in_features).
+
+    The weights are float32, or of a type of NARROW.
 
     Several linear layers with the same input become one layer, with their outputs next to each other. If all values of
     the weights are bfloat16, as in a checkpoint in bfloat16, they are stored as bfloat16, with the same results. A
@@ -132,8 +136,10 @@ def _padded(outputs: int) -> int:
 
 
 def _is_bf16(weight: Tensor) -> bool:
-    """Return whether all values are bfloat16. NaN counts as no such value."""
-    return all(torch.equal(part.bfloat16().float(), part) for part in torch.split(weight, 256))
+    """Return whether all values are bfloat16. In float32, NaN counts as no such value."""
+    return weight.dtype == torch.bfloat16 or all(
+        torch.equal(part.bfloat16().float(), part) for part in torch.split(weight, 256)
+    )
 
 
 def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
@@ -147,7 +153,7 @@ def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
         weights = [torch.cat(weights)]
     first = 0
     for weight in weights:
-        words = (weight.bfloat16() if halves else weight).contiguous().view(torch.int32)
+        words = weight.to(torch.bfloat16 if halves else torch.float32).contiguous().view(torch.int32)
         if missing := -len(words) % _PANEL:
             words = functional.pad(words, (0, 0, 0, missing))
         part = packed[first : first + len(words) // _PANEL]

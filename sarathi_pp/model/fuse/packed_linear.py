@@ -36,16 +36,33 @@ _TIMED_BYTES = 64 * 2**20
 _READING_ROWS = 16
 
 
-def packed_class(linear: nn.Linear) -> type[PackedLinear] | type[OneDnnLinear] | type[FloatLinear] | None:
-    """Return the class that packs a linear layer, or None if no class can."""
-    dtype = linear.weight.dtype
-    if linear.weight.device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+def packed_class(
+    linear: nn.Linear, compute: torch.dtype | None = None
+) -> type[PackedLinear] | type[OneDnnLinear] | type[FloatLinear] | None:
+    """Return the class that packs a linear layer, or None if no class can.
+
+    Args:
+        compute: float type of the computation. The weight may have a narrower one. None: the type of the weight.
+    """
+    compute = compute or linear.weight.dtype
+    if linear.weight.device.type != "cpu" or compute not in (torch.bfloat16, torch.float32):
         return None
-    if dtype == torch.float32:
+    if compute == torch.float32:
         return FloatLinear if has_float_gemm() else None
     if fits_gemm(linear):
         return PackedLinear
     return OneDnnLinear if has_onednn() else None
+
+
+def product_name(compute: torch.dtype, device: torch.device) -> str:
+    """Return the name of what computes linear layers in a float type on a device, for the user."""
+    if device.type != "cpu":
+        return "torch"
+    if compute == torch.float32:
+        return "numba" if has_float_gemm() else "torch"
+    if compute == torch.bfloat16 and has_gemm():
+        return "numba"
+    return "oneDNN" if compute == torch.bfloat16 and has_onednn() else "torch"
 
 
 def fits_gemm(linear: nn.Linear) -> bool:

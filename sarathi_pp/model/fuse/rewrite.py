@@ -52,7 +52,7 @@ class _Kit:
     head_step: int  # head_dim must be a multiple of it
 
 
-def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
+def fuse(module: nn.Module, compute: torch.dtype | None = None, *, by_kernels: bool | None = None) -> int:
     """Replace all modules that can be replaced, and return how many there were.
 
     The model then needs the keyword argument `paged`, a PagedCall. Only one weight at a time is in memory twice. Gate
@@ -60,14 +60,20 @@ def fuse(module: nn.Module, *, by_kernels: bool | None = None) -> int:
     they are, since packing would copy them. No module that is fused shares any.
 
     Args:
+        compute: float type of the computation. On CPU, weights may have a narrower one. None: that of the weights.
         by_kernels: whether the new modules use our Triton kernels. None: if these run on the device of the weights.
     """
     if by_kernels is None:
         by_kernels = any(has_kernels(parameter.device) for parameter in module.parameters())
-    kits = (_CUDA,) if by_kernels else (_BFLOAT16, _FLOAT32)
-    rewrites: list[Callable[[nn.Module], Rewrite | None]] = [*(partial(_part, kit) for kit in kits), _layer]
+    if compute is None:
+        compute = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    kit = _CUDA if by_kernels else _ON_CPU.get(compute)
+    rewrites: list[Callable[[nn.Module], Rewrite | None]] = [
+        *([partial(_part, kit)] if kit is not None else []),
+        _layer,
+    ]
     if not by_kernels:
-        rewrites.append(_packing(module))
+        rewrites.append(_packing(module, compute))
     count = 0
     for rewrite in rewrites:
         places = list(_places(module, rewrite))
@@ -128,7 +134,7 @@ def _layer(child: Any) -> Rewrite | None:
     return Block if fits else None
 
 
-def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
+def _packing(module: nn.Module, compute: torch.dtype) -> Callable[[nn.Module], Rewrite | None]:
     owners: dict[int, int] = {}
     kept: set[nn.Module] = set()
     for owner in module.modules():
@@ -140,7 +146,7 @@ def _packing(module: nn.Module) -> Callable[[nn.Module], Rewrite | None]:
     def rewrite(child: nn.Module) -> Rewrite | None:
         if type(child) is not nn.Linear or child in kept or owners[id(child.weight)] > 1:
             return None
-        return packed_class(child)
+        return packed_class(child, compute)
 
     return rewrite
 
@@ -179,7 +185,8 @@ def _all_fit_bf16(*linears: nn.Module) -> bool:
 
 def _all_fit_float(*linears: nn.Module) -> bool:
     return all(
-        type(one) is nn.Linear and packed_class(one) is FloatLinear and one.out_features % 16 == 0 for one in linears
+        type(one) is nn.Linear and packed_class(one, torch.float32) is FloatLinear and one.out_features % 16 == 0
+        for one in linears
     )
 
 
@@ -187,23 +194,21 @@ def _fills_registers(weight: Tensor, dtype: torch.dtype, has_product: Callable[[
     return weight.dtype == dtype and weight.is_cpu and weight.numel() % 16 == 0 and has_product()
 
 
-# On CPU, a head must fill whole registers.
-_BFLOAT16 = _Kit(
-    GatedMLP,
-    RowNorm,
-    RotaryAttention,
-    _all_fit_bf16,
-    lambda weight: _fills_registers(weight, torch.bfloat16, has_gemm),
-    head_step=32,
-)
-_FLOAT32 = _Kit(
-    GatedMLP,
-    RowNorm,
-    RotaryAttention,
-    _all_fit_float,
-    lambda weight: _fills_registers(weight, torch.float32, has_float_gemm),
-    head_step=32,
-)
+def _cpu_kit(dtype: torch.dtype, takes_products: Callable[..., bool], has_product: Callable[[], bool]) -> _Kit:
+    return _Kit(
+        partial(GatedMLP, dtype=dtype),
+        RowNorm,
+        partial(RotaryAttention, dtype=dtype),
+        takes_products,
+        lambda weight: _fills_registers(weight, dtype, has_product),
+        head_step=32,  # a head must fill whole registers
+    )
+
+
+_ON_CPU = {
+    torch.bfloat16: _cpu_kit(torch.bfloat16, _all_fit_bf16, has_gemm),
+    torch.float32: _cpu_kit(torch.float32, _all_fit_float, has_float_gemm),
+}
 _CUDA = _Kit(
     cuda_modules.GatedMLP,
     cuda_modules.RowNorm,

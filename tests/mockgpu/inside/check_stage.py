@@ -17,6 +17,7 @@ from sarathi_pp.drawing.scoring import SLICE_ROWS, score
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
+from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage, stage_bytes
@@ -115,7 +116,7 @@ def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
 @pytest.mark.parametrize("share", [0.5, 1.01], ids=["its weights", "what is merged on the way"])
 def test_a_model_that_is_too_large_for_the_device_is_said_to_be(share, model, monkeypatch):
     gc.collect()  # memory freed later would be room too
-    room_bytes = int(share * stage_bytes(model, (0, NUM_LAYERS), torch.float32))
+    room_bytes = int(share * stage_bytes(model, (0, NUM_LAYERS), HeldTypes.on("cuda", torch.float32)))
     monkeypatch.setattr(TIMELINE, "_room", TIMELINE.live_bytes() + room_bytes)
     with pytest.raises(CapacityError, match="CUDA out of memory") as refused:
         load_stage(model, (0, NUM_LAYERS), NUM_LAYERS, torch.float32, GPU, TritonAttention())

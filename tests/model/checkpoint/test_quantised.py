@@ -23,6 +23,7 @@ from sarathi_pp.model.checkpoint.quantised.scheme import read_scheme
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.support import check_model, describe_config
 from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
+from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.loader import stage_bytes
 from tests import thinning
@@ -132,7 +133,11 @@ def test_stages_are_those_of_the_dequantised_checkpoint(family: str, form: str, 
             assert {name for name, _ in ours.module.named_parameters()} == set(parameters)
             for name, parameter in ours.module.named_parameters():
                 assert torch.equal(parameter, parameters[name]), name
-            assert ours.num_bytes == theirs.num_bytes == stage_bytes(found.quantised, layers, torch.float32)
+            assert (
+                ours.num_bytes
+                == theirs.num_bytes
+                == stage_bytes(found.quantised, layers, HeldTypes.on("cpu", torch.float32))
+            )
         shared = [entry for key, entry in entries.items() if "embed_tokens" in key]
         tied = check_model(found.quantised).tie_word_embeddings and len(stages) > 1
         assert read == stored + (sum(map(stored_bytes, shared)) if tied else 0)

@@ -10,6 +10,7 @@ import torch
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint.shapes import describe_tensors
+from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from tests.model.families import FAMILIES, NUM_LAYERS, write_checkpoint
@@ -22,8 +23,10 @@ def test_each_stage_has_the_bytes_that_loading_takes(family: str, tmp_path: Path
     write_checkpoint(family, tmp_path)
     described = describe_tensors(tmp_path)
     for dtype, spans in ((torch.float32, SPANS), (torch.bfloat16, SPANS[-2:])):
-        stored = [stage_bytes(tmp_path, span, dtype) for span in spans]
-        assert [stage_bytes(tmp_path, span, dtype, checkpoint=described) for span in spans] == stored
+        stored = [stage_bytes(tmp_path, span, HeldTypes.on("cuda", dtype)) for span in spans]
+        assert [
+            stage_bytes(tmp_path, span, HeldTypes.on("cuda", dtype), checkpoint=described) for span in spans
+        ] == stored
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -31,7 +34,7 @@ def test_each_shard_has_the_bytes_that_loading_takes(family: str, tmp_path: Path
     write_checkpoint(family, tmp_path)
     shard = TensorShard(0, 2, lambda summand: summand)
     stored, described = (
-        stage_bytes(tmp_path, (1, NUM_LAYERS), torch.float32, shard, checkpoint)
+        stage_bytes(tmp_path, (1, NUM_LAYERS), HeldTypes.on("cuda", torch.float32), shard, checkpoint)
         for checkpoint in (None, describe_tensors(tmp_path))
     )
     assert stored == described

@@ -18,9 +18,10 @@ from sarathi_pp.model.checkpoint import stored_tensor
 from sarathi_pp.model.checkpoint.files import INDEX_FILE, SINGLE_FILE, open_checkpoint, safe_path
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.checkpoint.weights import stage_tensors
+from sarathi_pp.model.checkpoint.weights import HeldTypes, stage_tensors
 from sarathi_pp.model.families import FAMILIES
 
+HELD = HeldTypes.on("cuda", torch.float32)
 LLAMA = FAMILIES["LlamaForCausalLM"]
 
 
@@ -103,7 +104,7 @@ def test_a_file_that_shrinks_after_it_was_opened_is_an_error(tmp_path: Path) -> 
 
 def names(layers: tuple[int, int], *, tied: bool, keys: list[str], tmp_path: Path) -> set[str]:
     save_file({key: torch.ones(1) for key in keys}, tmp_path / SINGLE_FILE)
-    return set(stage_tensors(open_checkpoint(tmp_path).tensors, LLAMA, layers, 12, tied, torch.float32, ReadCount()))
+    return set(stage_tensors(open_checkpoint(tmp_path).tensors, LLAMA, layers, 12, tied, HELD, ReadCount()))
 
 
 KEYS = [

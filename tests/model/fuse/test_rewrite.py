@@ -159,7 +159,7 @@ def test_a_norm_that_rounds_elsewhere_is_left_alone(dtype: torch.dtype) -> None:
 
 def test_a_linear_layer_whose_weight_is_read_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hunyuan's router asks its linear layer for the weight's dtype, and a packed one has no weight."""
-    monkeypatch.setattr(fuse_module, "packed_class", lambda linear: lambda old: nn.Identity())
+    monkeypatch.setattr(fuse_module, "packed_class", lambda linear, compute: lambda old: nn.Identity())
     model = build_model("hunyuan_v1_moe").to(torch.bfloat16)
     fuse(model, by_kernels=False)
     for layer in model.model.layers:

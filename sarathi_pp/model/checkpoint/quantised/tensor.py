@@ -39,7 +39,7 @@ class QuantisedTensor(Weight):
         return round(codes.num_bytes * share) + sum(part.num_bytes for part in others)
 
     def read(self) -> Tensor:
-        """Return the weight in host memory, in the dtype of the run."""
+        """Return the weight in host memory, in its dtype."""
         entry = self._entry
         _require_stated_shape(entry, self._count)
         _require_symmetric(entry, self._count)
@@ -47,7 +47,7 @@ class QuantisedTensor(Weight):
         ranges, columns = [(0, shape[last - 1])], (0, shape[last])
         if self._cut is not None:
             ranges, (columns,) = (self._cut.ranges_of(shape, dim) for dim in (last - 1, last))
-        target = torch.empty(self.shape, dtype=self._dtype)
+        target = torch.empty(self.shape, dtype=self.dtype)
         for index, part in enumerate(target.view(-1, *self.shape[-2:])):
             above = 0  # rows of the part that are filled
             for rows in ranges:

@@ -1,0 +1,49 @@
+"""The choice of the float types of a run by the checkpoint and the processor."""
+
+from __future__ import annotations
+
+import pytest
+
+from sarathi_pp.model import dtypes
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
+
+
+def on(monkeypatch: pytest.MonkeyPatch, *, bf16: bool, float32: bool) -> None:
+    monkeypatch.setattr(dtypes, "has_bf16_products", lambda: bf16)
+    monkeypatch.setattr(dtypes, "has_float_products", lambda: float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "bf16", "compute"),
+    [
+        ("float32", False, "float32"),
+        ("bfloat16", False, "float32"),
+        ("float16", False, "float32"),
+        ("float32", True, "float32"),
+        ("bfloat16", True, "bfloat16"),
+        ("float16", True, "float32"),
+    ],
+)
+def test_auto_never_takes_a_slow_type_on_a_cpu(
+    stored: str, bf16: bool, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(monkeypatch, bf16=bf16, float32=True)
+    found = choose_dtypes("auto", stored, on_cpu=True)
+    assert found == Dtypes(compute, stored) and why_slow(found) is None
+    assert choose_dtypes("auto", stored, on_cpu=False) == Dtypes(stored, stored)
+
+
+def test_a_wish_is_kept_and_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, bf16=False, float32=True)
+    found = choose_dtypes("bfloat16", "float32", on_cpu=True)
+    assert found == Dtypes("bfloat16", "bfloat16")
+    assert "no fast products in bfloat16" in str(why_slow(found)) and "--dtype float32" in str(why_slow(found))
+    assert why_slow(Dtypes("float32", "float32")) is None
+    on(monkeypatch, bf16=True, float32=True)
+    assert why_slow(found) is None and why_slow(Dtypes("float16", "float16")) is not None
+
+
+def test_without_numba_the_type_stays_and_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, bf16=False, float32=False)
+    found = choose_dtypes("auto", "bfloat16", on_cpu=True)
+    assert found == Dtypes("bfloat16", "bfloat16") and "pip install 'sarathi-pp[cpu]'" in str(why_slow(found))

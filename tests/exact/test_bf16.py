@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
+from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from torch import Tensor
 
 from sarathi_pp.model.attention import numba as numba_attention

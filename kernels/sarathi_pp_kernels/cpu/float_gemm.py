@@ -19,22 +19,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined, lines_per_register
+from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
 from sarathi_pp_kernels.cpu.simd.memory import load_word, store_word
 from sarathi_pp_kernels.cpu.simd.products import float_tile
+from sarathi_pp_kernels.cpu.simd.target import target
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
 ROW_STEP = 2
 # Bytes ahead at which lines are prefetched if there is only one tile. Then memory takes longer than the products.
 _AHEAD = 4096
-_HAS_AVX512 = lines_per_register() == 1
-# Most rows of a tile, and its number of panels.
-_MOST_ROWS, PANELS = (12, 2) if _HAS_AVX512 else (6, 1)
+# Number of panels of a tile, and its most rows: their sums take three quarters of the registers.
+PANELS = 2 if target().lanes == 16 else 1
+_MOST_ROWS = target().most_rows(target().num_registers * 3 // 4, PANELS)
 
 
 def has_float_gemm() -> bool:
     """Return whether the processor that numba compiles for has the instructions."""
-    return lines_per_register() > 0
+    return target().lanes > 0
 
 
 def padded_rows(num_rows: int) -> int:

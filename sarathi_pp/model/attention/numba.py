@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
-from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
 from sarathi_pp_kernels.cpu.simd.registers import LANES
+from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor
 

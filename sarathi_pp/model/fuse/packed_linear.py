@@ -251,7 +251,7 @@ def has_gemm() -> bool:
     numba is an optional package and slow to import, so it is not imported at the top.
     """
     try:
-        from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
+        from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
     except ImportError:  # not installed, or not for this numpy
         return False
     return has_avx512_bf16()

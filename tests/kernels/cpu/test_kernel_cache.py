@@ -59,9 +59,10 @@ def test_no_two_kernels_have_one_file() -> None:
     for head_dim, group, page_size in shapes:
         kernels += [attention_decode.compile_kernel(kind, head_dim, group, page_size) for kind in (0, 1, 2)]
         kernels.append(attention_decode_simd.compile_kernel(head_dim, group, page_size))
-    processors = [SimpleNamespace(magic_tuple=lambda name=name: ("linux", name, "+avx2")) for name in ("a", "b")]
+    described = ("a", "+avx2"), ("b", "+avx2"), ("a", "+avx2,+avx512f")
+    processors = [SimpleNamespace(magic_tuple=lambda one=one: ("linux", *one)) for one in described]
     paths = [kernel._cache._path(kernel._cache._digest("()", one)) for kernel in kernels for one in processors]
-    assert len(set(paths)) == len(paths) == 2 * (11 + 12 * 4)
+    assert len(set(paths)) == len(paths) == 3 * (11 + 12 * 4)
     assert len({kernel.__name__ for kernel in kernels}) == len(kernels), "a symbol each"
 
 

@@ -20,9 +20,11 @@ pytest.importorskip("numba")
 
 from numpy.typing import NDArray
 from sarathi_pp_kernels.cpu.row_ops import FLOAT32
-from sarathi_pp_kernels.cpu.simd.compile import lines_per_register
+from sarathi_pp_kernels.cpu.simd.target import target
 
-pytestmark = pytest.mark.skipif(not lines_per_register(), reason="this processor has no AVX2")
+from tests.processors import environment_of, why_not
+
+pytestmark = pytest.mark.skipif(not target().lanes, reason="this processor has no AVX2")
 
 ROOT = Path(__file__).parents[3]
 Array = NDArray[Any]
@@ -149,12 +151,16 @@ _DIGEST = """
 from tests.kernels.cpu.test_row_ops import digest
 print(digest())
 """
-_AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt"}
 
 
+@pytest.mark.skipif(bool(why_not("avx2")), reason=str(why_not("avx2")))
 def test_every_processor_gives_the_same_bits() -> None:
     """A register of AVX2 holds half a line."""
-    environment = {**os.environ, **_AVX2, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    environment = {
+        **os.environ,
+        **environment_of("avx2"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
     command = [sys.executable, "-c", _DIGEST]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == digest()

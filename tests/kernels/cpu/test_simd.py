@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 
 from numba import types
 from numba.extending import intrinsic
-from sarathi_pp_kernels.cpu.simd.compile import compiled, has_avx512_bf16, lines_per_register
+from sarathi_pp_kernels.cpu.simd.compile import compiled
 from sarathi_pp_kernels.cpu.simd.exp2 import FINE, power_by_bits
 from sarathi_pp_kernels.cpu.simd.gate import silu_multiply_lines
 from sarathi_pp_kernels.cpu.simd.memory import (
@@ -30,12 +30,13 @@ from sarathi_pp_kernels.cpu.simd.products import add_weighted, dot_lines, dot_ti
 from sarathi_pp_kernels.cpu.simd.registers import LANES, each_line, floats_at, index, load_line
 from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 from sarathi_pp_kernels.cpu.simd.softmax import exponential, hide, largest, weigh_lines
+from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16, target
 from sarathi_pp_kernels.cpu.simd.transpose import pair, transpose
 
 from sarathi_pp.model.fuse.packed_linear import pack_weight
 
 needs_avx512_bf16 = pytest.mark.skipif(not has_avx512_bf16(), reason="this processor has no bfloat16 products")
-needs_avx2 = pytest.mark.skipif(not lines_per_register(), reason="this processor has no AVX2")
+needs_avx2 = pytest.mark.skipif(not target().lanes, reason="this processor has no AVX2")
 DTYPES = [pytest.param(torch.bfloat16, marks=needs_avx512_bf16), pytest.param(torch.float32, marks=needs_avx2)]
 
 
@@ -351,9 +352,3 @@ def test_loads_and_stores_count_in_elements() -> None:
     found = copy(*(one.data_ptr() for one in (words, halves, floats, rounded, indices, out, more)))
     assert found == 1 << 40 and out[:3].tolist() == [0, -3, 65532]
     assert float(out[3:].view(torch.float32)) == -2.5 and float(more[1]) == float(torch.tensor(1.0039).bfloat16())
-
-
-def test_a_processor_is_known_by_all_its_features() -> None:
-    assert has_avx512_bf16("+64bit,+avx512bf16,+avx512bw,+avx512f,-amx-bf16")
-    for features in ("", "+avx512bw,+avx512f", "-avx512bf16,+avx512bw,+avx512f", "+avx512bf16,+avx512f"):
-        assert not has_avx512_bf16(features)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, rows_at_once
 from sarathi_pp_kernels.cpu.simd import compile as compiling
-from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16
+from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from sarathi_pp_kernels.cpu.threads import scratch_of_thread
 from torch import Tensor
 from torch.nn import functional
@@ -34,6 +33,7 @@ from sarathi_pp.model.kv import KVShard
 from tests import thinning
 from tests.machine import patient
 from tests.model.microbatches import CPU, Case, spec_for, visible
+from tests.processors import environment_of, why_not
 from tests.thinning import examples
 
 # (heads, KV heads, channels of a head, tokens of a page). Each shape has a kernel of its own, and compiling it takes
@@ -179,8 +179,6 @@ def test_decodes_in_bfloat16_begin_and_end_anywhere_in_a_page(
 
 _ON_A_LESSER_PROCESSOR = """
 import torch
-from sarathi_pp.model.attention import numba
-numba.has_avx512_bf16 = lambda: False
 from tests.model.attention.test_attention import Case, spec_for
 torch.set_num_threads(1)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -190,20 +188,13 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 """
 
 
-# All features of Skylake's servers. A processor with only some of them would run into an unknown instruction.
-HAS_AVX512 = all(f" avx512{part}" in Path("/proc/cpuinfo").read_text() for part in ("f", "bw", "cd", "dq", "vl"))
-
-
 @pytest.mark.parametrize(
-    "cpu", [pytest.param("haswell", marks=for_avx512_bf16), pytest.param("skylake-avx512", marks=pytest.mark.full)]
+    "processor", [pytest.param("avx2", marks=for_avx512_bf16), pytest.param("avx512", marks=pytest.mark.full)]
 )
-def test_decodes_are_compiled_for_processors_without_bfloat16(cpu: str, tmp_path: Path) -> None:
-    """Only the features that such a processor lacks are left out: this processor runs the code."""
-    if platform.machine() != "x86_64":
-        pytest.skip("names of x86 processors")
-    if cpu == "skylake-avx512" and not HAS_AVX512:
-        pytest.skip("this processor cannot run what is compiled for that one")
-    settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+def test_decodes_are_compiled_for_processors_without_bfloat16(processor: str, tmp_path: Path) -> None:
+    if reason := why_not(processor):
+        pytest.skip(reason)
+    settings = {**environment_of(processor), "NUMBA_CACHE_DIR": str(tmp_path)}
     command = (sys.executable, "-c", _ON_A_LESSER_PROCESSOR)
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=patient(110))
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sarathi_pp.model.fuse.float_linear import FloatLinear, float_product, has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import packed_class
+from tests.processors import environment_of, why_not
 
 pytestmark = pytest.mark.skipif(not has_float_gemm(), reason="this processor has no AVX2, or numba is not here")
 
@@ -131,7 +132,6 @@ _DIGEST = """
 from tests.model.fuse.test_float_linear import digest
 print(digest())
 """
-_AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt"}
 
 
 @torch.inference_mode()
@@ -146,9 +146,10 @@ def digest() -> str:
     return found.hexdigest()
 
 
+@pytest.mark.skipif(bool(why_not("avx2")), reason=str(why_not("avx2")))
 def test_every_processor_gives_the_same_bits() -> None:
     """With AVX2 alone, other tiles are compiled. Each sum has the same order."""
-    environment = {**os.environ, **_AVX2}
+    environment = {**os.environ, **environment_of("avx2")}
     found = subprocess.run([sys.executable, "-c", _DIGEST], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == digest()
 

@@ -187,10 +187,10 @@ def test_what_our_product_does_not_take_goes_to_onednn() -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("missing", [{"numba": None}, {"sarathi_pp_kernels.cpu.simd.compile": None}])
+@pytest.mark.parametrize("missing", [{"numba.core.registry": None}, {"sarathi_pp_kernels.cpu.simd.target": None}])
 def test_without_numba_or_with_one_that_cannot_be_imported_onednn_does_it(missing: dict[str, None]) -> None:
-    kept = {name: module for name, module in sys.modules.items() if name == "sarathi_pp_kernels.cpu.simd.compile"}
-    sys.modules.pop("sarathi_pp_kernels.cpu.simd.compile", None)
+    kept = {name: module for name, module in sys.modules.items() if name == "sarathi_pp_kernels.cpu.simd.target"}
+    sys.modules.pop("sarathi_pp_kernels.cpu.simd.target", None)
     has_gemm.cache_clear()
     try:
         with mock.patch.dict(sys.modules, missing):

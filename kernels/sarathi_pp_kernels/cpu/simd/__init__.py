@@ -10,6 +10,7 @@ A *pair* is two neighbouring bfloat16 in one 32-bit word. A *line* is 64 bytes: 
 
     panel   word[k][lane] = (w[lane][2k], w[lane][2k + 1])          one lane for each of 16 outputs
 
+    target      the processor that kernels are compiled for
     compile     numba's compiler for functions that use them
     cache       files of compiled kernels
     call        calls of a kernel by its address

@@ -13,7 +13,6 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-from numba.core.registry import cpu_target
 
 from sarathi_pp_kernels.cpu.simd.cache import KernelCache
 
@@ -25,29 +24,6 @@ _PACKAGE = __name__.partition(".")[0]
 # Settings of numba that change machine code. Its code generator names processor and features.
 _OF_NUMBA = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
-
-
-def has_avx512_bf16(features: str | None = None) -> bool:
-    """Return whether the processor that numba compiles for multiplies bfloat16 in 512-bit registers.
-
-    Args:
-        features: features of the processor, as LLVM writes them. None asks numba, which may compile for fewer features
-            than this machine has (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES).
-    """
-    if features is None:
-        features = cpu_target.target_context.codegen().magic_tuple()[2]
-    return {"+avx512f", "+avx512bw", "+avx512bf16"} <= set(features.split(","))
-
-
-def lines_per_register() -> float:
-    """Return how many lines of sixteen float32 a register of the processor that numba compiles for holds.
-
-    It is 1 with AVX512, 0.5 with AVX2, and 0 if the processor cannot multiply and add float32 in one instruction.
-    """
-    features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
-    if "+avx512f" in features:
-        return 1.0
-    return 0.5 if {"+avx2", "+fma"} <= features else 0.0
 
 
 def compiled(**options: Any) -> Callable[[Any], Any]:

@@ -84,15 +84,15 @@ def _product(x, row_words, pairs, panels, num_panels, panel_words, zeros, out, o
     panel = 0
     while panel + 4 <= num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
-        dot_tile(6, 4, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row, 0, 0)
+        dot_tile(6, 4, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row)
         panel += 4
     if panel + 2 <= num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
-        dot_tile(6, 2, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row, 0, 0)
+        dot_tile(6, 2, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row)
         panel += 2
     if panel < num_panels:
         weight, to = panels + panel * panel_words * 4, out + panel * 64
-        dot_tile(6, 1, 0, 0, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row, 0, 0)
+        dot_tile(6, 1, weight, panel_words, x, row_words, 1, pairs, zeros, to, out_row)
 
 
 @inlined

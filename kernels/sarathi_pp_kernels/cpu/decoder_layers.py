@@ -180,7 +180,8 @@ class Code(NamedTuple):
 def code_for(head_dim: int, group: int, page_size: int) -> Code:
     kernels = {
         **row_ops.BFLOAT16._asdict(),
-        **{name: getattr(gemm, name) for name in ("lay_out", "multiply")},
+        "lay_out": gemm.lay_out,
+        "multiply": gemm.multiply_bf16,
         "attend": attention_prefill.attend,
         "read": attention_decode_simd.compile_kernel(head_dim, group, page_size),
     }

@@ -1,16 +1,27 @@
-"""The matrix product (GEMM) of linear layers in bfloat16 on CPU: packed weights, one kernel for any number of rows.
+"""The matrix products (GEMM) of linear layers on CPU: packed weights, and one kernel for any number of rows.
 
-    weight (N, K)  ->  packed: N / 16 panels of K / 2 lines (simd/), read front to back in every call
+    weight (N, K)  ->  packed: N / 16 panels of lines (simd/), read front to back in every call
+
+    kernel                  x           line of a weight              products                       out
+    multiply_bf16           bfloat16    16 pairs of two inputs        exact, sums in float32         bfloat16
+    multiply_float          float32     16 numbers of one input       float32                        float32
+    multiply_float_bf16     float32     16 pairs, widened in registers                               float32
 
 A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). A tile is a group of rows of x. Rows are
-first copied into tiles, in which the same pair of all rows is next to each other. Then every panel is multiplied with
-every tile. Sums stay in registers over all of K, x stays in the second-level cache, and each panel is read from memory
-once. There are two kinds of tiles. Both sum up a row in the same order, so neither the kind nor the other rows change a
-bit of it. (With oneDNN, the number of rows does.)
+first copied into tiles, in which the same word of all rows is next to each other: a float32, or a pair of bfloat16.
+Then every panel is multiplied with every tile. Sums stay in registers over all of K, x stays in the second-level cache,
+and each panel is read from memory once. Each sum is over ascending k in one register. So the bits of a row depend
+neither on the other rows, nor on the tiles, the threads or the width of registers. (With oneDNN and MKL, they do.) A
+float32 weight whose values all are bfloat16 is stored as bfloat16, with the same results.
 
-    high    up to 28 rows by one panel: with few rows, a product takes little more than the reading of the weight, so
-            all rows are computed while a panel is read once, and lines are prefetched well ahead
-    wide    up to 12 rows by two panels: fewer loads for each product
+There are two kinds of tiles. Their heights follow from the number of registers (simd/target.py):
+
+                            AVX512                    AVX2                    AArch64
+    high (only bfloat16)    28 rows by one panel      -                       6 rows by one panel
+    wide                    12 rows by two panels     6 rows by one panel     6 rows by one panel
+
+With few rows, a product takes little more than the reading of the weight. So in high tiles, all rows are computed while
+a panel is read once, and lines are prefetched well ahead. Wide tiles need fewer loads for each product.
 
 A panel comes from memory once, for its first tile. While the other tiles are multiplied with it, nothing would be read.
 So several tiles share the prefetching of the next panel, and each takes a part. On a Zen 4 with six layers of the 298M
@@ -20,7 +31,8 @@ runs of both). Memory alone takes 9.3 ms.
 A lone tile of up to eight rows waits only for memory. It prefetches lines to the second-level cache, which can have
 more of them under way than the first. On a Zen 4 with eight layers of the 254M model, 4 rows take 9.3 ms against 12.8
 ms with high tiles. They take 10.0 ms against 10.8 ms with wide tiles. 8 rows take 10.6 ms against 11.5 ms (least of 16
-alternating runs of both). If computing takes as long as reading, this gains nothing or costs 3 %.
+alternating runs of both). If computing takes as long as reading, this gains nothing or costs 3 %. It was not measured
+in float32, which prefetches to the first-level cache.
 
 The processor and its memory decide up to how many rows high tiles are the faster ones: 112 on one Zen 5, 4 or none on
 another, and 4 on a Zen 4. On that Zen 4, high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So this
@@ -29,91 +41,46 @@ number, most_high_rows, is measured at the start (packed_linear.py).
 Heights come in steps of two, so that at most one row is computed for nothing. With steps of four, 9 and 10 rows took 15
 % longer, and 14 and 18 rows took 8 and 9 % longer (Zen 5, wide tiles, eight layers of the 254M model).
 
-Measured on one core of a Zen 5, 1024 -> 5632, with the time of oneDNN's packed product in parentheses: 4 rows 276 us
-(359), 8 rows 294 (450), 16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424: 4
-rows 0.71 ms (1.50), 16 rows 1.40 (1.64), 32 rows 2.36 (2.62), 64 rows 4.5 (4.8), 256 rows 227 GFLOP/s (218).
+multiply_bf16 on one core of a Zen 5, 1024 -> 5632, with the time of oneDNN's packed product in parentheses: 4 rows 276
+us (359), 8 rows 294 (450), 16 rows 440 (629), 32 rows 843 (1013), 256 rows 498 GFLOP/s (494). On a Zen 4, 1024 -> 7424:
+4 rows 0.71 ms (1.50), 16 rows 1.40 (1.64), 32 rows 2.36 (2.62), 64 rows 4.5 (4.8), 256 rows 227 GFLOP/s (218).
+
+multiply_float on one thread of an Ice Lake at 2.8 GHz, 1024 -> 5632, with the times of torch's product (MKL) in
+parentheses. With AVX512: 4 rows 1.72 ms (3.16), and 0.79 with a weight of bfloat16; 16 rows 1.88 (3.49); 256 rows 139
+GFLOP/s (140), and 149 with bfloat16. With AVX2: 4 rows 1.89 ms (3.51), and 1.10; 256 rows 92 GFLOP/s (84). (Least of 15
+to 40 alternating calls; other programs were running.)
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
-from sarathi_pp_kernels.cpu.simd.products import dot_tile
+from sarathi_pp_kernels.cpu.simd.memory import load_word, store_word
+from sarathi_pp_kernels.cpu.simd.products import BF16, FLOAT32, FLOAT32_BF16, multiply_rows
+from sarathi_pp_kernels.cpu.simd.target import target
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
 ROW_STEP = 2
+# Number of panels of a wide tile, and the most rows of wide and of high tiles. The sums of a wide tile take three
+# quarters of the registers, and those of a high one all but four.
+PANELS = 2 if target().lanes == 16 else 1
+_WIDE_ROWS = target().most_rows(target().num_registers * 3 // 4, PANELS)
+_HIGH_ROWS = target().most_rows(target().num_registers - 4, 1)
 # Bytes ahead at which lines are prefetched if there is only one tile. Then memory takes longer than the products.
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
+# In bfloat16, a tile of up to this many rows waits only for memory.
+_FAR_ROWS = 8
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the number of rows that `multiply` writes: num_rows, rounded up, because the last tile is padded."""
+    """Return the number of rows that the kernels write: num_rows, rounded up, because the last tile is padded."""
     return -(-num_rows // ROW_STEP) * ROW_STEP
 
 
 def packed_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
     """Return the shape of a packed weight, int32: (panels of 16 outputs, pairs of inputs, outputs of a panel)."""
     return outputs // 16, inputs // 2, 16
-
-
-@inlined
-def _high_tile(rows, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]  # noqa: C901
-    """Multiply up to 28 rows with one panel.
-
-    Registers are assigned at compile time, so each height has its own call.
-    """
-    if rows == 2:
-        dot_tile(2, 1, 2, 1, weight, 0, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 4:
-        dot_tile(4, 1, 2, 1, weight, 0, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 6:
-        dot_tile(6, 1, 2, 1, weight, 0, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 8:
-        dot_tile(8, 1, 2, 1, weight, 0, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 10:
-        dot_tile(10, 1, 1, 1, weight, 0, x, 1, 10, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 12:
-        dot_tile(12, 1, 1, 1, weight, 0, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 14:
-        dot_tile(14, 1, 1, 1, weight, 0, x, 1, 14, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 16:
-        dot_tile(16, 1, 1, 1, weight, 0, x, 1, 16, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 18:
-        dot_tile(18, 1, 1, 1, weight, 0, x, 1, 18, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 20:
-        dot_tile(20, 1, 1, 1, weight, 0, x, 1, 20, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 22:
-        dot_tile(22, 1, 1, 1, weight, 0, x, 1, 22, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 24:
-        dot_tile(24, 1, 1, 1, weight, 0, x, 1, 24, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 26:
-        dot_tile(26, 1, 1, 1, weight, 0, x, 1, 26, pairs, begin, out, outputs, ahead, ahead_step)
-    else:
-        dot_tile(28, 1, 1, 1, weight, 0, x, 1, 28, pairs, begin, out, outputs, ahead, ahead_step)
-
-
-@inlined
-def _wide_tile(rows, alone, weight, x, pairs, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
-    """Multiply up to 12 rows with two panels."""
-    if rows == 12:
-        dot_tile(12, 2, 1, 1, weight, pairs * 16, x, 1, 12, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 10:
-        dot_tile(10, 2, 1, 1, weight, pairs * 16, x, 1, 10, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 8 and alone:
-        dot_tile(8, 2, 2, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 6 and alone:
-        dot_tile(6, 2, 2, 1, weight, pairs * 16, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 4 and alone:
-        dot_tile(4, 2, 2, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 2 and alone:
-        dot_tile(2, 2, 2, 1, weight, pairs * 16, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 8:
-        dot_tile(8, 2, 1, 1, weight, pairs * 16, x, 1, 8, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 6:
-        dot_tile(6, 2, 1, 1, weight, pairs * 16, x, 1, 6, pairs, begin, out, outputs, ahead, ahead_step)
-    elif rows == 4:
-        dot_tile(4, 2, 1, 1, weight, pairs * 16, x, 1, 4, pairs, begin, out, outputs, ahead, ahead_step)
-    else:
-        dot_tile(2, 2, 1, 1, weight, pairs * 16, x, 1, 2, pairs, begin, out, outputs, ahead, ahead_step)
 
 
 @inlined
@@ -124,52 +91,137 @@ def _in_steps(rows):  # type: ignore[no-untyped-def]
 @inlined
 def _height(num_rows, high):  # type: ignore[no-untyped-def]
     """Return the number of rows per tile, for as few tiles as possible of similar height."""
-    most = 28 if high else 12
+    most = _HIGH_ROWS if high else _WIDE_ROWS
     count = (num_rows + most - 1) // most
     return _in_steps((num_rows + count - 1) // count)
 
 
 @compiled()
-def lay_out(x, tiles, num_rows, pairs, high):  # type: ignore[no-untyped-def]
-    """Copy x (num_rows, 2 * pairs), contiguous bfloat16, into high or wide tiles.
+def lay_out(x, tiles, num_rows, words, high):  # type: ignore[no-untyped-def]
+    """Copy x (num_rows, words), contiguous, into high or wide tiles. A word is a float32 or a pair of bfloat16.
 
     Args:
         tiles: address of memory for padded_rows(num_rows) rows.
-        pairs: number of pairs of inputs.
         high: make high tiles; otherwise wide ones.
     """
     height = _height(num_rows, high)
     for row in range(0, num_rows, height):
         rows = min(height, _in_steps(num_rows - row))
-        transpose(x + row * pairs * 4, pairs, num_rows - row, tiles + row * pairs * 4, rows, pairs)
+        transpose(x + row * words * 4, words, num_rows - row, tiles + row * words * 4, rows, words)
 
 
-@compiled()
-def multiply(tiles, packed, begin, out, num_rows, pairs, first, end, outputs, high):  # type: ignore[no-untyped-def]
-    """Compute out[:, 16 * first : 16 * end] = x @ weight.T + begin. Arrays are contiguous and given by address.
+def _multiply_tiles_of(kind: int) -> Any:
+    """Return a function that multiplies all tiles with the panels of one tile."""
+    far_rows = _FAR_ROWS if kind == BF16 else 0
+    narrow_rows = _HIGH_ROWS if kind == BF16 else _WIDE_ROWS
+    x_words, out_bytes = 2 if kind == FLOAT32_BF16 else 1, 2 if kind == BF16 else 4
 
-    Args:
-        tiles: x, as `lay_out` has written it with the same `high`.
-        packed: the whole weight, see `packed_shape`.
-        begin: (outputs,) float32, with which the sums begin: the bias.
-        out: (padded_rows(num_rows), outputs) bfloat16.
-        pairs: number of pairs of inputs.
-        first: index of the first panel of outputs to compute. `end` is the index after the last one.
-    """
-    height, step = _height(num_rows, high), 1 if high else 2
-    num_tiles = (num_rows + height - 1) // height
-    for panel in range(first, end, step):
-        weight, start, to = packed + panel * pairs * 64, begin + panel * 64, out + panel * 32
+    @inlined
+    def multiply_tiles(  # type: ignore[no-untyped-def]
+        panels, tiles, weight, lines, begin, out, outputs, num_rows, height, near, following
+    ):
+        """Compute the outputs of `panels` panels, 1 or PANELS, for all rows.
+
+        Args:
+            weight: address of the panels, of `lines` lines each.
+            begin: address of the first of these outputs' numbers in the bias; `out` likewise in the first row.
+            near: address at which to prefetch if there is one tile.
+            following: address of the next panels, which all tiles prefetch together.
+        """
+        num_tiles = (num_rows + height - 1) // height
         for tile in range(num_tiles):
             row = tile * height
             rows = min(height, _in_steps(num_rows - row))
-            there, here = tiles + row * pairs * 4, to + row * outputs * 2
-            if num_tiles == 1:
-                ahead, ahead_step = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), 64
+            x, to = tiles + row * lines * (x_words * 4), out + row * outputs * out_bytes
+            ahead, ahead_step = near, 64
+            if num_tiles > 1:
+                ahead, ahead_step = following + tile * lines // num_tiles * 64, -(-64 // num_tiles)
+            if panels < PANELS or PANELS == 1:
+                multiply_rows(
+                    kind, narrow_rows, 1, far_rows, rows, weight, x, lines, begin, to, outputs, ahead, ahead_step
+                )
+            elif far_rows and num_tiles == 1:
+                multiply_rows(
+                    kind, _WIDE_ROWS, PANELS, far_rows, rows, weight, x, lines, begin, to, outputs, ahead, ahead_step
+                )
             else:
-                # All tiles together prefetch the next panels, so that memory is read all the time.
-                ahead, ahead_step = weight + (step * pairs + tile * pairs // num_tiles) * 64, -(-64 // num_tiles)
-            if high or panel + 1 == end:
-                _high_tile(rows, weight, there, pairs, start, here, outputs, ahead, ahead_step)
+                multiply_rows(
+                    kind, _WIDE_ROWS, PANELS, 0, rows, weight, x, lines, begin, to, outputs, ahead, ahead_step
+                )
+
+    return multiply_tiles
+
+
+def _multiply_of(kind: int) -> Any:
+    multiply_tiles, out_bytes = _multiply_tiles_of(kind), 2 if kind == BF16 else 4
+
+    @compiled()
+    def multiply(tiles, packed, begin, out, num_rows, lines, first, end, outputs, high):  # type: ignore[no-untyped-def]
+        """Compute out[:, 16 * first : 16 * end] = x @ weight.T + begin. Arrays are contiguous and given by address.
+
+        Args:
+            tiles: x, as `lay_out` has written it with the same `high`.
+            packed: the whole weight, (panels, lines, 16) words.
+            begin: (outputs,) float32, with which the sums begin: the bias.
+            out: (padded_rows(num_rows), outputs).
+            first: index of the first panel of outputs to compute. `end` is the index after the last one.
+            high: the tiles are high. Only bfloat16 has high tiles.
+        """
+        height, step = _height(num_rows, high), 1 if high else PANELS
+        for panel in range(first, end, step):
+            weight = packed + panel * lines * 64
+            start, to = begin + panel * 64, out + panel * 16 * out_bytes
+            near, following = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), weight + step * lines * 64
+            multiply_tiles(
+                min(step, end - panel), tiles, weight, lines, start, to, outputs, num_rows, height, near, following
+            )
+
+    return multiply
+
+
+@inlined
+def _copy_panel(weight, outputs, first, to, inputs):  # type: ignore[no-untyped-def]
+    """Pack the outputs [first, first + 16) of a weight (inputs, outputs). Those that are missing become 0."""
+    there = min(16, outputs - first)
+    for line in range(inputs):
+        source = weight + (line * outputs + first) * 4
+        if there == 16:
+            for lane in range(16):
+                store_word(to, line * 16 + lane, load_word(source, lane))
+        else:
+            for lane in range(16):
+                store_word(to, line * 16 + lane, load_word(source, lane) if lane < there else 0)
+
+
+_multiply_tiles = _multiply_tiles_of(FLOAT32)
+
+
+@compiled()
+def multiply_unpacked(  # type: ignore[no-untyped-def]
+    tiles, weight, in_columns, rows_of_weight, begin, out, num_rows, inputs, first, end, outputs, packed
+):
+    """Compute what multiply_float does, with the same bits, for a weight that is not packed.
+
+    Each panel is packed before it is multiplied. That costs time, and no other memory than one panel's.
+
+    Args:
+        weight: (rows_of_weight, inputs) float32. Outputs without a row are 0.
+        in_columns: the weight is stored as its transpose, (inputs, rows_of_weight).
+        packed: address of memory for PANELS panels of `inputs` lines.
+    """
+    height = _height(num_rows, False)
+    for panel in range(first, end, PANELS):
+        panels = min(PANELS, end - panel)
+        for one in range(panels):
+            at, to = (panel + one) * 16, packed + one * inputs * 64
+            if in_columns:
+                _copy_panel(weight, rows_of_weight, at, to, inputs)
             else:
-                _wide_tile(rows, num_tiles == 1, weight, there, pairs, start, here, outputs, ahead, ahead_step)
+                transpose(weight + at * inputs * 4, inputs, rows_of_weight - at, to, 16, inputs)
+        start, to = begin + panel * 64, out + panel * 64
+        # These panels are in the cache already.
+        near = following = packed
+        _multiply_tiles(panels, tiles, packed, inputs, start, to, outputs, num_rows, height, near, following)
+
+
+multiply_bf16, multiply_float, multiply_float_bf16 = map(_multiply_of, (BF16, FLOAT32, FLOAT32_BF16))

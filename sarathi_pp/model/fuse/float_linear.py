@@ -20,12 +20,12 @@ NARROW = (torch.bfloat16,)
 
 @functools.cache
 def has_float_gemm() -> bool:
-    """Return whether our matrix product in float32 runs here. It needs AVX2 or AVX512, and numba."""
+    """Return whether our matrix product in float32 runs here. It needs numba, and AVX2, AVX512 or AArch64."""
     try:
-        from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+        from sarathi_pp_kernels.cpu.simd.target import target  # numba is optional
     except ImportError:  # not installed, or not for this numpy
         return False
-    return float_gemm.has_float_gemm()
+    return target().lanes > 0
 
 
 def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -36,7 +36,7 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: (N, K) float32. It is not copied if it or its transpose is contiguous.
         bias: (N,) or (1, N) float32, or one number for all outputs; None for none.
     """
-    from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+    from sarathi_pp_kernels.cpu import gemm  # numba is optional
 
     weight = weight.detach().float()
     outputs, inputs = weight.shape
@@ -51,10 +51,10 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         begin[:outputs] = bias.detach()
 
     def multiply(tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
-        scratch = torch.empty(float_gemm.PANELS * inputs * _PANEL)
+        scratch = torch.empty(gemm.PANELS * inputs * _PANEL)
         ranges = panels.start, panels.stop, len(begin)
         of_weight = weight.data_ptr(), in_columns, outputs, begin.data_ptr()
-        float_gemm.multiply_unpacked(
+        gemm.multiply_unpacked(
             tiles.data_ptr(), *of_weight, out.data_ptr(), num_rows, inputs, *ranges, scratch.data_ptr()
         )
 
@@ -73,13 +73,13 @@ class FloatLinear(nn.Module):
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+        from sarathi_pp_kernels.cpu import gemm  # numba is optional
 
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         weights = [linear.weight.detach() for linear in linears]
         halves = self.in_features % 2 == 0 and all(map(_is_bf16, weights))
-        self._multiply = float_gemm.multiply_bf16 if halves else float_gemm.multiply_float
+        self._multiply = gemm.multiply_float_bf16 if halves else gemm.multiply_float
         self._width = _padded(self.out_features)
         lines = self.in_features // 2 if halves else self.in_features
         # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
@@ -103,10 +103,10 @@ class FloatLinear(nn.Module):
             out.data_ptr(),
             num_rows,
             self._weight.shape[1],
-            self.in_features,
             panels.start,
             panels.stop,
             self._width,
+            False,
         )
 
 
@@ -116,16 +116,16 @@ _Multiply = Callable[[Tensor, Tensor, int, range], None]
 
 def _product(x: Tensor, inputs: int, outputs: int, multiply: _Multiply) -> Tensor:
     """Return the outputs of all rows of x (..., inputs), which the threads divide."""
-    from sarathi_pp_kernels.cpu import float_gemm  # numba is optional
+    from sarathi_pp_kernels.cpu import gemm  # numba is optional
 
     assert x.dtype == torch.float32, f"packed for float32, called with {x.dtype}"
     rows = x.reshape(-1, inputs).contiguous()
     num_rows = rows.shape[0]
-    out = torch.empty(float_gemm.padded_rows(num_rows), _padded(outputs))
+    out = torch.empty(gemm.padded_rows(num_rows), _padded(outputs))
     if num_rows:
         tiles = scratch_of_thread(out.shape[0] * inputs)
-        float_gemm.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, inputs)
-        pieces = split_range(out.shape[1] // _PANEL, float_gemm.PANELS)
+        gemm.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, inputs, False)
+        pieces = split_range(out.shape[1] // _PANEL, gemm.PANELS)
         run_parallel([partial(multiply, tiles, out, num_rows, piece) for piece in pieces])
     return out[:num_rows, :outputs].view(*x.shape[:-1], outputs)
 
@@ -143,7 +143,7 @@ def _is_bf16(weight: Tensor) -> bool:
 
 
 def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
-    """Write weights (N, K), one below the other, in the order that float_gemm.py reads.
+    """Write weights (N, K), one below the other, in the order that gemm.py reads.
 
     Args:
         packed: (panels, lines, 16) int32.

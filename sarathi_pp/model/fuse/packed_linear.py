@@ -156,7 +156,7 @@ class PackedLinear(nn.Module):
 
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        self._padded_rows, self._lay_out, self._multiply = gemm.padded_rows, gemm.lay_out, gemm.multiply
+        self._padded_rows, self._lay_out, self._multiply = gemm.padded_rows, gemm.lay_out, gemm.multiply_bf16
         # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
         self._weight = empty_in_large_pages(gemm.packed_shape(self.out_features, self.in_features), torch.int32)
         parts = torch.split(self._weight, [linear.out_features // 16 for linear in linears])

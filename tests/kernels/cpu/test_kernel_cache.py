@@ -55,14 +55,15 @@ def test_two_writers_touch_no_file_of_each_other(tmp_path) -> None:
 
 def test_no_two_kernels_have_one_file() -> None:
     shapes = itertools.product((32, 64, 128), (1, 4), (16, 32))
-    kernels = [*row_ops.BFLOAT16, *row_ops.FLOAT32, gemm.multiply, gemm.lay_out, attention_prefill.attend]
+    products = gemm.multiply_bf16, gemm.multiply_float, gemm.multiply_float_bf16, gemm.multiply_unpacked, gemm.lay_out
+    kernels = [*row_ops.BFLOAT16, *row_ops.FLOAT32, *products, attention_prefill.attend]
     for head_dim, group, page_size in shapes:
         kernels += [attention_decode.compile_kernel(kind, head_dim, group, page_size) for kind in (0, 1, 2)]
         kernels.append(attention_decode_simd.compile_kernel(head_dim, group, page_size))
     described = ("a", "+avx2"), ("b", "+avx2"), ("a", "+avx2,+avx512f")
     processors = [SimpleNamespace(magic_tuple=lambda one=one: ("linux", *one)) for one in described]
     paths = [kernel._cache._path(kernel._cache._digest("()", one)) for kernel in kernels for one in processors]
-    assert len(set(paths)) == len(paths) == 3 * (11 + 12 * 4)
+    assert len(set(paths)) == len(paths) == 3 * (14 + 12 * 4)
     assert len({kernel.__name__ for kernel in kernels}) == len(kernels), "a symbol each"
 
 

@@ -26,7 +26,15 @@ from sarathi_pp_kernels.cpu.simd.memory import (
     store_word,
 )
 from sarathi_pp_kernels.cpu.simd.norm import scale_lines, sum_of_squares
-from sarathi_pp_kernels.cpu.simd.products import add_weighted, dot_lines, dot_tile
+from sarathi_pp_kernels.cpu.simd.products import (
+    BF16,
+    FLOAT32,
+    FLOAT32_BF16,
+    add_weighted,
+    dot_lines,
+    dot_tile,
+    multiply_rows,
+)
 from sarathi_pp_kernels.cpu.simd.registers import LANES, each_line, floats_at, index, load_line
 from sarathi_pp_kernels.cpu.simd.rotary import rotate_lines
 from sarathi_pp_kernels.cpu.simd.softmax import exponential, hide, largest, weigh_lines
@@ -95,11 +103,10 @@ def test_rotated_lines_are_rounded_as_torchs(channels: int, dtype: torch.dtype) 
 
 @needs_avx512_bf16
 @pytest.mark.parametrize(("rows", "panels"), [(1, 1), (6, 4), (12, 2), (28, 1)])
-@pytest.mark.parametrize(("rounded", "asks"), [(0, 0), (1, 1), (1, 2)])
-def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) -> None:
+def test_a_tile_is_a_product(rows: int, panels: int) -> None:
     @compiled()
     def product(weight, words, x, pairs, begin, out, width):  # type: ignore[no-untyped-def]
-        dot_tile(rows, panels, asks, rounded, weight, words, x, pairs, 1, pairs, begin, out, width, weight, 64)
+        dot_tile(rows, panels, weight, words, x, pairs, 1, pairs, begin, out, width)
 
     torch.manual_seed(rows)
     inputs, width = 10, 16 * panels
@@ -107,13 +114,47 @@ def test_a_tile_is_a_product(rows: int, panels: int, rounded: int, asks: int) ->
     begin = torch.randn(width)
     laid_out = pack_weight(weight).contiguous()
     # The rows of the output are farther apart than they are wide: the gaps are not touched.
-    out = torch.full((rows, width + 3), 7.0, dtype=torch.bfloat16 if rounded else torch.float32)
+    out = torch.full((rows, width + 3), 7.0)
     product(
         laid_out.data_ptr(), inputs // 2 * 16, x.data_ptr(), inputs // 2, begin.data_ptr(), out.data_ptr(), width + 3
     )
     expected = x.double() @ weight.double().T + begin.double()
-    torch.testing.assert_close(out[:, :width].double(), expected, rtol=2**-8 if rounded else 1e-5, atol=1e-5)
+    torch.testing.assert_close(out[:, :width].double(), expected, rtol=1e-5, atol=1e-5)
     assert bool((out[:, width:] == 7).all())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(BF16, marks=needs_avx512_bf16, id="bf16"),
+        *(
+            pytest.param(kind, marks=needs_avx2, id=name)
+            for kind, name in ((FLOAT32, "float32"), (FLOAT32_BF16, "both"))
+        ),
+    ],
+)
+@pytest.mark.parametrize(("panels", "far_rows"), [(1, 0), (1, 4), (2, 0)])
+def test_a_tile_of_every_height_is_a_product(kind: int, panels: int, far_rows: int) -> None:
+    @compiled()
+    def product(rows, weight, x, lines, begin, out, width):  # type: ignore[no-untyped-def]
+        multiply_rows(kind, 12, panels, far_rows, rows, weight, x, lines, begin, out, width, weight, 64)
+
+    torch.manual_seed(kind)
+    inputs, width = 10, 16 * panels
+    weight, begin = torch.randn(width, inputs).bfloat16(), torch.randn(width)
+    packed = pack_weight(weight) if kind != FLOAT32 else weight.float().view(panels, 16, inputs).permute(0, 2, 1)
+    packed, dtype = packed.contiguous(), torch.bfloat16 if kind == BF16 else torch.float32
+    for rows in range(2, 14, 2):
+        x = torch.randn(rows, inputs).to(dtype)
+        words = x.view(torch.int32).T.contiguous()
+        # The rows of the output are farther apart than they are wide: the gaps are not touched.
+        out = torch.full((rows, width + 3), 7.0, dtype=dtype)
+        lines = packed.shape[1]
+        product(rows, packed.data_ptr(), words.data_ptr(), lines, begin.data_ptr(), out.data_ptr(), width + 3)
+        expected = x.double() @ weight.double().T + begin.double()
+        rounding = 2**-8 if kind == BF16 else 1e-5
+        torch.testing.assert_close(out[:, :width].double(), expected, rtol=rounding, atol=1e-5)
+        assert bool((out[:, width:] == 7).all())
 
 
 @needs_avx512_bf16

@@ -16,7 +16,7 @@ A *pair* is two neighbouring bfloat16 in one 32-bit word. A *line* is 64 bytes: 
     call        calls of a kernel by its address
     registers   the parts of which the functions are built
     memory      loads and stores
-    products    dot_tile, rows of pairs times adjacent panels, for linear layers and chunks; products for decodes
+    products    rows times adjacent panels, for linear layers and chunks; products for decodes
     transpose   rows to columns, in the order in which products read
     exp2        two to the power of each lane
     softmax     from scores to weights

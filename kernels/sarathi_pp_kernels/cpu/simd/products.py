@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain, cycle, product
-from typing import Any
+from itertools import chain, product
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -23,152 +23,176 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     dot,
     each_line,
     element_at,
+    floats_at,
     fma,
-    halves_at,
     index,
     pairs_at,
     prefetch_at,
     prefetch_once_at,
     spread,
-    to_bf16,
+    store_values,
 )
+
+# How a tile multiplies: the type of x, then of the weight. Sums are float32.
+BF16, FLOAT32, FLOAT32_BF16 = 0, 1, 2
+
+
+class _Tile(NamedTuple):
+    """A tile: rows of x, multiplied with adjacent panels. Its sums take rows * panels * 16 lanes of the registers.
+
+    Attributes:
+        rows: number of rows.
+        panels: number of panels.
+        kind: BF16, FLOAT32 or FLOAT32_BF16.
+        cache: level (1, 2) of the cache to which lines are prefetched; 0 for none.
+        rounded: outputs are bfloat16; otherwise float32.
+    """
+
+    rows: int
+    panels: int
+    kind: int
+    cache: int
+    rounded: bool
+
+
+class _Operands(NamedTuple):
+    """The LLVM values that a tile is computed from. `dot_tile` and `multiply_rows` explain most of them.
+
+    Attributes:
+        row_words: number of words from a row of x to the next.
+        step_words: number of words from a word of a row of x to its next word.
+    """
+
+    weight: Any
+    panel_words: Any
+    x: Any
+    row_words: Any
+    step_words: Any
+    num_lines: Any
+    begin: Any
+    out: Any
+    out_row: Any
+    ahead: Any = None
+    ahead_step: Any = None
 
 
 @intrinsic(prefer_literal=True)
 def dot_tile(  # type: ignore[no-untyped-def]
-    typing, rows, panels, asks, bf16, weight, panel_words, x, row_words, pair_words, num_pairs, begin, out, out_row,
-    ahead, ahead_step,
-):  # fmt: skip
+    typing, rows, panels, weight, panel_words, x, row_words, pair_words, num_pairs, begin, out, out_row
+):
     """Compute out[r][lane of panel p] = begin[lane of p] + sum over k of x[r][k] . panel p[k][lane].
 
-    The tile takes rows * panels + panels registers, out of 32. simd/__init__.py explains panels, pairs and literals.
+    Rows and panels are pairs of bfloat16, and outputs are float32.
+
+    simd/__init__.py explains panels, pairs and literals.
 
     Args:
         rows: number of rows of the tile, a literal.
         panels: number of panels of the tile, a literal.
-        asks: a literal: the level (1, 2) of the cache to which lines are prefetched; 0 for none.
-        bf16: a literal: 1 for bfloat16 outputs, 0 for float32.
         weight: address of the panels. Panel p is p * panel_words words after it.
         x: address of the rows. Pair k of row r is r * row_words + k * pair_words words after it.
         num_pairs: number of pairs per row, at least 1.
         begin: float32, one for each output.
         out: address of the outputs. Row r is r * out_row outputs after it.
-        ahead: address of the lines to prefetch. With pair k of panel p, the line is prefetched that is
-            ahead_step * k bytes and p panels after it.
     """
-    num_rows, num_panels, cache, rounded = (one.literal_value for one in (rows, panels, asks, bf16))
+    tile = _Tile(rows.literal_value, panels.literal_value, BF16, cache=0, rounded=False)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_, panel_words_, x_, row_words_, pair_words_, num_pairs_, begin_, out_, out_row_ = arguments[4:13]
-        ahead_, ahead_step_ = arguments[13:]
-        starts = [
-            builder.load(
-                builder.bitcast(element_at(builder, begin_, F32, index(LANES * panel)), FLOATS.as_pointer()), align=4
-            )
-            for panel in range(num_panels)
-        ]
-        entry = builder.block
-        loop, after = builder.append_basic_block("pair"), builder.append_basic_block("summed")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        pair = builder.phi(I64)
-        pair.add_incoming(index(0), entry)
-        sums = [[builder.phi(FLOATS) for _ in range(num_panels)] for _ in range(num_rows)]
-        lines = []
-        for panel in range(num_panels):
-            word = builder.add(builder.mul(pair, index(LANES)), builder.mul(panel_words_, index(panel)))
-            pointer = element_at(builder, weight_, I32, word)
-            if cache:
-                behind = builder.mul(panel_words_, index(4 * panel))
-                asked = builder.add(behind, builder.mul(pair, ahead_step_))
-                prefetch_at(builder, element_at(builder, ahead_, I8, asked), cache)
-            line = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=4)
-            lines.append(builder.bitcast(line, PAIRS))
-        totals: list[list[Any]] = []
-        following = builder.add(pair, index(1))
-        place = builder.mul(pair, pair_words_)
-        for row in range(num_rows):
-            word = builder.load(element_at(builder, x_, I32, builder.add(place, builder.mul(row_words_, index(row)))))
-            factor = builder.bitcast(spread(builder, word), PAIRS)
-            totals.append([dot(builder, held, factor, line) for held, line in zip(sums[row], lines, strict=True)])
-        for held, total, start in zip(chain(*sums), chain(*totals), cycle(starts), strict=False):
-            held.add_incoming(start, entry)
-            held.add_incoming(total, loop)
-        pair.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_signed("<", following, num_pairs_), loop, after)
-        builder.position_at_end(after)
-        for row in range(num_rows):
-            for panel in range(num_panels):
-                summed = totals[row][panel]
-                at = builder.add(builder.mul(out_row_, index(row)), index(LANES * panel))
-                if rounded:
-                    builder.store(to_bf16(builder, summed), halves_at(builder, out_, at), align=2)
-                else:
-                    pointer = builder.bitcast(element_at(builder, out_, F32, at), FLOATS.as_pointer())
-                    builder.store(summed, pointer, align=4)
+        _build_tile(builder, tile, _Operands(*arguments[2:]))
         return context.get_dummy_value()
 
-    integers = [types.int64] * 11
-    return types.void(rows, panels, asks, bf16, *integers), generate
+    return types.void(rows, panels, *[types.int64] * 9), generate
 
 
 @intrinsic(prefer_literal=True)
-def float_tile(  # type: ignore[no-untyped-def]
-    typing, rows, panels, pairs, weight, panel_words, x, x_step, num_lines, begin, out, out_row, ahead, ahead_step
+def multiply_rows(  # type: ignore[no-untyped-def]
+    typing, kind, most_rows, panels, far_rows, rows, weight, x, num_lines, begin, out, out_row, ahead, ahead_step
 ):
-    """Compute out[r][lane of panel p] = begin[lane of p] + sum over k of x[k][r] * panel p[k][lane], in float32.
+    """Multiply a tile of a linear layer: out[r][lane of panel p] = begin[lane of p] + x[r] . column of panel p.
 
-    The sum is over ascending k, one number at a time. So the bits of a row depend on nothing but the row.
+    Each sum is over ascending k, in one register. So the bits of a row depend on nothing but the row. Registers are
+    assigned at compile time, so each number of rows has its own loop.
 
     Args:
-        rows: number of rows of the tile, a literal.
+        kind: BF16, FLOAT32 or FLOAT32_BF16, a literal. For BF16, x and the lines of the weight are pairs, and outputs
+            are bfloat16. For FLOAT32, all are float32. For FLOAT32_BF16, a line holds pairs, and x and outputs are
+            float32.
+        most_rows: largest number of rows, a literal, even.
         panels: number of panels of the tile, a literal.
-        pairs: a literal: 1 if a line of a panel holds pairs of bfloat16, so that it has two k; 0 if it holds float32.
-        weight: address of the panels. Panel p is p * panel_words words after it.
-        x: address of the numbers of the rows, float32. Number k of row r is k * x_step + r after it.
+        far_rows: a literal. With up to this many rows, lines are prefetched to the second-level cache, which can have
+            more of them under way. With more rows, they are prefetched to the first one.
+        rows: number of rows of the tile, even.
+        weight: address of the panels, one after the other.
+        x: address of the words of the rows. Word k of row r is k * rows + r words after it.
         num_lines: number of lines of a panel, at least 1.
         begin: float32, one for each output.
-        out: address of the outputs, float32. Row r is r * out_row outputs after it.
+        out: address of the outputs. Row r is r * out_row outputs after it.
         ahead: address of the lines to prefetch. With line k of panel p, the line is prefetched that is
             ahead_step * k bytes and p panels after it.
     """
-    num_rows, num_panels, of_pairs = rows.literal_value, panels.literal_value, pairs.literal_value
+    multiplies, most, count, far = (one.literal_value for one in (kind, most_rows, panels, far_rows))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        weight_, panel_words_, x_, x_step_, num_lines_, begin_, out_, out_row_, ahead_, ahead_step_ = arguments[3:]
-
-        def floats_at(address: Any, place: Any) -> Any:
-            return builder.bitcast(element_at(builder, address, F32, place), FLOATS.as_pointer())
-
-        starts = [builder.load(floats_at(begin_, index(LANES * panel)), align=4) for panel in range(num_panels)]
-        with each_line(builder, num_lines_, *(starts * num_rows)) as (line, loop):
-            factors: list[list[Any]] = []  # for each panel, a register for each k of the line
-            for panel in range(num_panels):
-                asked = builder.add(builder.mul(panel_words_, index(4 * panel)), builder.mul(line, ahead_step_))
-                prefetch_at(builder, element_at(builder, ahead_, I8, asked), cache=1)
-                word = builder.add(builder.mul(line, index(LANES)), builder.mul(panel_words_, index(panel)))
-                words = builder.load(
-                    builder.bitcast(element_at(builder, weight_, I32, word), WORDS.as_pointer()), align=4
-                )
-                factors.append(both_halves(builder, words) if of_pairs else [builder.bitcast(words, FLOATS)])
-            sums = list(loop.carried)
-            for part in range(1 + of_pairs):
-                number = builder.add(builder.mul(line, index(1 + of_pairs)), index(part))
-                place = builder.mul(number, x_step_)
-                for row in range(num_rows):
-                    one = builder.load(element_at(builder, x_, F32, builder.add(place, index(row))))
-                    value = spread(builder, one)
-                    for panel in range(num_panels):
-                        at = row * num_panels + panel
-                        sums[at] = fma(builder, value, factors[panel][part], sums[at])
-            loop.carry(*sums)
-        for at, total in enumerate(loop.results):
-            row, panel = divmod(at, num_panels)
-            place = builder.add(builder.mul(out_row_, index(row)), index(LANES * panel))
-            builder.store(total, floats_at(out_, place), align=4)
+        rows_, weight_, x_, num_lines_, begin_, out_, out_row_, ahead_, ahead_step_ = arguments[4:]
+        panel_words = builder.mul(num_lines_, index(LANES))
+        heights = range(2, most + 1, 2)
+        blocks = [builder.append_basic_block(f"rows_{height}") for height in heights]
+        after = builder.append_basic_block("multiplied")
+        choice = builder.switch(rows_, blocks[-1])
+        for height, block in zip(heights, blocks, strict=True):
+            if height < most:
+                choice.add_case(index(height), block)
+            builder.position_at_end(block)
+            tile = _Tile(height, count, multiplies, 2 if height <= far else 1, multiplies == BF16)
+            words = weight_, panel_words, x_, index(1), index(height), num_lines_
+            operands = _Operands(*words, begin_, out_, out_row_, ahead_, ahead_step_)
+            _build_tile(builder, tile, operands)
+            builder.branch(after)
+        builder.position_at_end(after)
         return context.get_dummy_value()
 
-    return types.void(rows, panels, pairs, *[types.int64] * 10), generate
+    return types.void(kind, most_rows, panels, far_rows, *[types.int64] * 9), generate
+
+
+def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:
+    """Build the loop over the lines of a tile's panels."""
+    weight, panel_words, x, row_words, step_words, num_lines, begin, out, out_row, ahead, ahead_step = operands
+    parts = 2 if tile.kind == FLOAT32_BF16 else 1  # numbers of x, or pairs, per line
+    panels = range(tile.panels)
+    starts = [builder.load(floats_at(builder, begin, index(LANES * panel)), align=4) for panel in panels]
+    with each_line(builder, num_lines, *(starts * tile.rows)) as (line, loop):
+        lines = []
+        for panel in panels:
+            if tile.cache:
+                asked = builder.add(builder.mul(panel_words, index(4 * panel)), builder.mul(line, ahead_step))
+                prefetch_at(builder, element_at(builder, ahead, I8, asked), tile.cache)
+            word = builder.add(builder.mul(line, index(LANES)), builder.mul(panel_words, index(panel)))
+            lines.append(_line_of(builder, tile.kind, element_at(builder, weight, I32, word)))
+        sums = list(loop.carried)
+        for part in range(parts):
+            place = builder.mul(builder.add(builder.mul(line, index(parts)), index(part)), step_words)
+            for row in range(tile.rows):
+                at = builder.add(place, builder.mul(row_words, index(row)))
+                value = spread(builder, builder.load(element_at(builder, x, I32 if tile.kind == BF16 else F32, at)))
+                for panel in panels:
+                    held = row * tile.panels + panel
+                    if tile.kind == BF16:
+                        sums[held] = dot(builder, sums[held], builder.bitcast(value, PAIRS), lines[panel][part])
+                    else:
+                        sums[held] = fma(builder, value, lines[panel][part], sums[held])
+        loop.carry(*sums)
+    for held, total in enumerate(loop.results):
+        row, panel = divmod(held, tile.panels)
+        at = builder.add(builder.mul(out_row, index(row)), index(LANES * panel))
+        store_values(builder, 2 if tile.rounded else 4, total, out, at)
+
+
+def _line_of(builder: Any, kind: int, pointer: Any) -> list[Any]:
+    """Load a line of a panel, and return one register of it for each number or pair of x that it is multiplied with."""
+    words = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=4)
+    if kind == FLOAT32_BF16:
+        return both_halves(builder, words)
+    return [builder.bitcast(words, PAIRS if kind == BF16 else FLOATS)]
 
 
 def _across(builder: Any, registers: list[Any]) -> Any:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs into .venv, then runs the tiers in order. Each prints its time, its budget and its slowest tests. If a tier
 # fails, the others still run.
-#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model reports runtime faults launch
+#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model avx2 reports runtime faults launch
 # --full adds the cases marked `full`, which repeat a proof on more sizes. It also starts every process cold
 # (tests/warm). The last line counts tests and static checks. A budget is the most time that a tier may take on two
 # quiet cores. A tier over its budget prints a warning and does not fail.
@@ -12,8 +12,8 @@ source launch/setup.sh
 set_up "$root"
 
 # Seconds with AVX512-BF16. Others get twice as much, from one quiet run of an AMD EPYC with AVX2.
-declare -A budgets=([static]=20 [pure]=20 [model]=275 [reports]=85 [runtime]=370 [faults]=230 [launch]=200)
-known=(static pure model reports runtime faults launch)
+declare -A budgets=([static]=20 [pure]=20 [model]=275 [avx2]=30 [reports]=85 [runtime]=370 [faults]=230 [launch]=200)
+known=(static pure model avx2 reports runtime faults launch)
 options=()
 tiers=()
 for argument in "$@"; do
@@ -121,6 +121,32 @@ oldest() {
     )
     [ ${#marked[@]} -gt 0 ] || return 1
     PYTHONPATH=$folder run_tests "${marked[@]}"
+}
+# The kernels, and some of the tests around them, with the instructions of a processor without AVX512. On such a
+# processor, the other tiers are that already.
+avx2() {
+    local bad=0 variables thorough=${#options[@]} jobs=("${families[@]}")
+    if ! variables=$(.venv/bin/python -m tests.processors avx2 2>&1); then
+        echo "skipped: $variables"
+        return 0
+    elif ! grep -q avx512f /proc/cpuinfo; then
+        echo "skipped: this machine has no more than AVX2"
+        return 0
+    fi
+    mapfile -t variables <<<"$variables"
+    # The answers of transformers are computed with these instructions too.
+    local -x TESTS_SHARE=$scratch/avx2 "${variables[@]}"
+    mkdir -p "$TESTS_SHARE"
+    if [ "$thorough" -gt 0 ]; then
+        run_tests tests/kernels/cpu tests/model/fuse tests/model/attention tests/model/test_batch_invariant.py || bad=1
+        local options=()  # one run of each case of tests/exact is enough
+        run_tests tests/exact || bad=1
+    else
+        jobs+=(-k "not every_processor and (not test_exactness or greedy_output and (llama or gemma3_text or gpt_oss))")
+        run_tests tests/kernels/cpu/test_{simd,row_ops,threads}.py tests/model/fuse tests/model/test_batch_invariant.py \
+            tests/exact/test_exactness.py || bad=1
+    fi
+    return $bad
 }
 # has PROGRAM PACKAGE: install the package if the program is missing. Only root can. Otherwise its tests are skipped.
 has() {

@@ -48,4 +48,4 @@ def why_not(name: str) -> str | None:
 if __name__ == "__main__":
     if reason := why_not(sys.argv[1]):
         sys.exit(f"processors: {reason}")
-    print(*(f"{name}={value}" for name, value in environment_of(sys.argv[1]).items()))
+    print(*(f"{name}={value}" for name, value in environment_of(sys.argv[1]).items()), sep="\n")

@@ -54,7 +54,7 @@ def why_slow(dtypes: Dtypes) -> str | None:
 def has_bf16_products() -> bool:
     """Return whether our product in bfloat16 runs on this CPU. It needs AVX512-BF16, and the package numba."""
     try:
-        from sarathi_pp_kernels.cpu.simd.compile import has_avx512_bf16  # numba is optional
+        from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16  # numba is optional
     except ImportError:  # not installed, or not for this numpy
         return False
     return has_avx512_bf16()
@@ -63,10 +63,10 @@ def has_bf16_products() -> bool:
 def has_float_products() -> bool:
     """Return whether our product in float32 runs on this CPU. It needs AVX2 or AVX512, and the package numba."""
     try:
-        from sarathi_pp_kernels.cpu.simd.compile import lines_per_register  # numba is optional
+        from sarathi_pp_kernels.cpu.simd.target import target  # numba is optional
     except ImportError:
         return False
-    return lines_per_register() > 0
+    return target().lanes > 0
 
 
 def computes_on_cpu(device: str) -> bool:

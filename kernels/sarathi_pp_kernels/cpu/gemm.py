@@ -6,13 +6,13 @@
     multiply_bf16           bfloat16    16 pairs of two inputs        exact, sums in float32         bfloat16
     multiply_float          float32     16 numbers of one input       float32                        float32
     multiply_float_bf16     float32     16 pairs, widened in registers                               float32
+    multiply_float_fp16     float32     16 pairs of float16, widened in registers                    float32
 
 A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). A tile is a group of rows of x. Rows are
 first copied into tiles, in which the same word of all rows is next to each other: a float32, or a pair of bfloat16.
 Then every panel is multiplied with every tile. Sums stay in registers over all of K, x stays in the second-level cache,
 and each panel is read from memory once. Each sum is over ascending k in one register. So the bits of a row depend
-neither on the other rows, nor on the tiles, the threads or the width of registers. (With oneDNN and MKL, they do.) A
-float32 weight whose values all are bfloat16 is stored as bfloat16, with the same results.
+neither on the other rows, nor on the tiles, the threads or the width of registers. (With oneDNN and MKL, they do.)
 
 There are two kinds of tiles. Their heights follow from the number of registers (simd/target.py):
 
@@ -55,9 +55,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
-from sarathi_pp_kernels.cpu.simd.memory import load_word, store_word
-from sarathi_pp_kernels.cpu.simd.products import BF16, FLOAT32, FLOAT32_BF16, multiply_rows
+from sarathi_pp_kernels.cpu.simd.memory import load_half, load_word, store_word
+from sarathi_pp_kernels.cpu.simd.products import BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16, NARROW, multiply_rows
 from sarathi_pp_kernels.cpu.simd.target import target
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
@@ -71,6 +73,7 @@ _HIGH_ROWS = target().most_rows(target().num_registers - 4, 1)
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 # In bfloat16, a tile of up to this many rows waits only for memory.
 _FAR_ROWS = 8
+_HALF_BITS = np.uint32(16)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -114,7 +117,7 @@ def _multiply_tiles_of(kind: int) -> Any:
     """Return a function that multiplies all tiles with the panels of one tile."""
     far_rows = _FAR_ROWS if kind == BF16 else 0
     narrow_rows = _HIGH_ROWS if kind == BF16 else _WIDE_ROWS
-    x_words, out_bytes = 2 if kind == FLOAT32_BF16 else 1, 2 if kind == BF16 else 4
+    x_words, out_bytes = 2 if kind in NARROW else 1, 2 if kind == BF16 else 4
 
     @inlined
     def multiply_tiles(  # type: ignore[no-untyped-def]
@@ -180,48 +183,64 @@ def _multiply_of(kind: int) -> Any:
 
 
 @inlined
-def _copy_panel(weight, outputs, first, to, inputs):  # type: ignore[no-untyped-def]
-    """Pack the outputs [first, first + 16) of a weight (inputs, outputs). Those that are missing become 0."""
+def _copy_words(weight, outputs, first, to, lines):  # type: ignore[no-untyped-def]
+    """Pack the outputs [first, first + 16) of a float32 weight (inputs, outputs). Those that are missing become 0."""
     there = min(16, outputs - first)
-    for line in range(inputs):
+    for line in range(lines):
         source = weight + (line * outputs + first) * 4
-        if there == 16:
-            for lane in range(16):
-                store_word(to, line * 16 + lane, load_word(source, lane))
-        else:
-            for lane in range(16):
-                store_word(to, line * 16 + lane, load_word(source, lane) if lane < there else 0)
+        for lane in range(16):
+            store_word(to, line * 16 + lane, load_word(source, lane) if lane < there else 0)
 
 
-_multiply_tiles = _multiply_tiles_of(FLOAT32)
+@inlined
+def _copy_pairs(weight, outputs, first, to, lines):  # type: ignore[no-untyped-def]
+    """Pack outputs as `_copy_words` does, for a weight of 16-bit numbers: a word for every two inputs."""
+    there = min(16, outputs - first)
+    for line in range(lines):
+        source = weight + (2 * line * outputs + first) * 2
+        for lane in range(16):
+            word = np.uint32(0)
+            if lane < there:
+                word = np.uint32(load_half(source, lane)) | np.uint32(load_half(source, outputs + lane)) << _HALF_BITS
+            store_word(to, line * 16 + lane, word)
 
 
-@compiled()
-def multiply_unpacked(  # type: ignore[no-untyped-def]
-    tiles, weight, in_columns, rows_of_weight, begin, out, num_rows, inputs, first, end, outputs, packed
-):
-    """Compute what multiply_float does, with the same bits, for a weight that is not packed.
+def _multiply_unpacked_of(kind: int) -> Any:
+    multiply_tiles, copy_panel = _multiply_tiles_of(kind), _copy_pairs if kind in NARROW else _copy_words
 
-    Each panel is packed before it is multiplied. That costs time, and no other memory than one panel's.
+    @compiled()
+    def multiply_unpacked(  # type: ignore[no-untyped-def]
+        tiles, weight, in_columns, rows_of_weight, begin, out, num_rows, lines, first, end, outputs, packed
+    ):
+        """Compute what `multiply` of the same kind does, with the same bits, for a weight that is not packed.
 
-    Args:
-        weight: (rows_of_weight, inputs) float32. Outputs without a row are 0.
-        in_columns: the weight is stored as its transpose, (inputs, rows_of_weight).
-        packed: address of memory for PANELS panels of `inputs` lines.
-    """
-    height = _height(num_rows, False)
-    for panel in range(first, end, PANELS):
-        panels = min(PANELS, end - panel)
-        for one in range(panels):
-            at, to = (panel + one) * 16, packed + one * inputs * 64
-            if in_columns:
-                _copy_panel(weight, rows_of_weight, at, to, inputs)
-            else:
-                transpose(weight + at * inputs * 4, inputs, rows_of_weight - at, to, 16, inputs)
-        start, to = begin + panel * 64, out + panel * 64
-        # These panels are in the cache already.
-        near = following = packed
-        _multiply_tiles(panels, tiles, packed, inputs, start, to, outputs, num_rows, height, near, following)
+        Each panel is packed before it is multiplied. That costs time, and no other memory than one panel's.
+
+        Args:
+            weight: (rows_of_weight, lines) words. Outputs without a row are 0.
+            in_columns: the weight is stored as its transpose, (inputs, rows_of_weight).
+            packed: address of memory for PANELS panels of `lines` lines.
+        """
+        height = _height(num_rows, False)
+        for panel in range(first, end, PANELS):
+            panels = min(PANELS, end - panel)
+            for one in range(panels):
+                at, to = (panel + one) * 16, packed + one * lines * 64
+                if in_columns:
+                    copy_panel(weight, rows_of_weight, at, to, lines)
+                else:
+                    transpose(weight + at * lines * 4, lines, rows_of_weight - at, to, 16, lines)
+            start, to = begin + panel * 64, out + panel * 64
+            # These panels are in the cache already.
+            near = following = packed
+            multiply_tiles(panels, tiles, packed, lines, start, to, outputs, num_rows, height, near, following)
+
+    return multiply_unpacked
 
 
-multiply_bf16, multiply_float, multiply_float_bf16 = map(_multiply_of, (BF16, FLOAT32, FLOAT32_BF16))
+multiply_bf16, multiply_float, multiply_float_bf16, multiply_float_fp16 = map(
+    _multiply_of, (BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16)
+)
+multiply_unpacked_float, multiply_unpacked_bf16, multiply_unpacked_fp16 = map(
+    _multiply_unpacked_of, (FLOAT32, FLOAT32_BF16, FLOAT32_FP16)
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
@@ -15,7 +16,7 @@ from torch.nn import functional
 # Outputs of a panel.
 _PANEL = 16
 # Types of weights that the product widens in registers.
-NARROW = (torch.bfloat16,)
+NARROW = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -33,30 +34,32 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         x: (..., K) float32 on CPU.
-        weight: (N, K) float32. It is not copied if it or its transpose is contiguous.
+        weight: (N, K) float32, or of a type of NARROW. It is not copied if it or its transpose is contiguous, and no
+            float32 copy is made of a narrow one with an even K.
         bias: (N,) or (1, N) float32, or one number for all outputs; None for none.
     """
     from sarathi_pp_kernels.cpu import gemm  # numba is optional
 
-    weight = weight.detach().float()
+    weight = weight.detach()
     outputs, inputs = weight.shape
     # The product takes addresses, so it would not notice a wrong type or shape.
-    assert weight.dtype == torch.float32 and weight.is_cpu, f"{weight.dtype} weight on {weight.device}"
+    assert weight.dtype in (torch.float32, *NARROW) and weight.is_cpu, f"{weight.dtype} weight on {weight.device}"
     assert x.shape[-1] == inputs > 0, f"rows {tuple(x.shape)}, weight {tuple(weight.shape)}"
+    weight = weight.to(_held_type(inputs, weight))
     in_columns = weight.T.is_contiguous() and not weight.is_contiguous()
     if not in_columns:
         weight = weight.contiguous()
+    kernel = _kernels(weight.dtype).unpacked
+    lines = inputs // _inputs_per_line(weight.dtype)
     begin = torch.zeros(_padded(outputs))
     if bias is not None:
         begin[:outputs] = bias.detach()
 
     def multiply(tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
-        scratch = torch.empty(gemm.PANELS * inputs * _PANEL)
+        scratch = torch.empty(gemm.PANELS * lines * _PANEL)
         ranges = panels.start, panels.stop, len(begin)
         of_weight = weight.data_ptr(), in_columns, outputs, begin.data_ptr()
-        gemm.multiply_unpacked(
-            tiles.data_ptr(), *of_weight, out.data_ptr(), num_rows, inputs, *ranges, scratch.data_ptr()
-        )
+        kernel(tiles.data_ptr(), *of_weight, out.data_ptr(), num_rows, lines, *ranges, scratch.data_ptr())
 
     return _product(x, inputs, outputs, multiply)
 
@@ -64,27 +67,23 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class FloatLinear(nn.Module):
     """A linear layer by our own product: x @ weight.T + bias for float32 x (..., in_features).
 
-    The weights are float32, or of a type of NARROW.
-
-    Several linear layers with the same input become one layer, with their outputs next to each other. If all values of
-    the weights are bfloat16, as in a checkpoint in bfloat16, they are stored as bfloat16, with the same results. A
-    row's result depends on nothing but the row. The outputs are divided among torch's number of threads.
+    Several linear layers with the same input become one layer, with their outputs next to each other. Weights of a type
+    of NARROW keep it, and are widened in registers. A row's result depends on nothing but the row. The outputs are
+    divided among torch's number of threads.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        from sarathi_pp_kernels.cpu import gemm  # numba is optional
-
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         weights = [linear.weight.detach() for linear in linears]
-        halves = self.in_features % 2 == 0 and all(map(_is_bf16, weights))
-        self._multiply = gemm.multiply_float_bf16 if halves else gemm.multiply_float
+        held = _held_type(self.in_features, *weights)
+        self._multiply = _kernels(held).packed
         self._width = _padded(self.out_features)
-        lines = self.in_features // 2 if halves else self.in_features
+        lines = self.in_features // _inputs_per_line(held)
         # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
         self._weight = empty_in_large_pages((self._width // _PANEL, lines, _PANEL), torch.int32)
-        _pack(weights, self._weight, halves=halves)
+        _pack(weights, self._weight, held)
         self._bias = torch.zeros(self._width)
         biases = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
         self._bias[: self.out_features] = torch.cat(biases)
@@ -130,30 +129,50 @@ def _product(x: Tensor, inputs: int, outputs: int, multiply: _Multiply) -> Tenso
     return out[:num_rows, :outputs].view(*x.shape[:-1], outputs)
 
 
+class _Kernels(NamedTuple):
+    """The products of float32 rows with weights of one type: packed ones, and those that are not."""
+
+    packed: Any
+    unpacked: Any
+
+
+def _kernels(held: torch.dtype) -> _Kernels:
+    from sarathi_pp_kernels.cpu import gemm  # numba is optional
+
+    return {
+        torch.float32: _Kernels(gemm.multiply_float, gemm.multiply_unpacked_float),
+        torch.bfloat16: _Kernels(gemm.multiply_float_bf16, gemm.multiply_unpacked_bf16),
+        torch.float16: _Kernels(gemm.multiply_float_fp16, gemm.multiply_unpacked_fp16),
+    }[held]
+
+
+def _held_type(inputs: int, *weights: Tensor) -> torch.dtype:
+    """Return the type in which the product reads weights. Those of 16 bits are read in pairs of inputs."""
+    (first, *others) = {weight.dtype for weight in weights}
+    return first if first in NARROW and not others and inputs % 2 == 0 else torch.float32
+
+
+def _inputs_per_line(held: torch.dtype) -> int:
+    return 2 if held in NARROW else 1
+
+
 def _padded(outputs: int) -> int:
     """Return a number of outputs that fills whole panels. The last ones have weights of 0."""
     return -(-outputs // _PANEL) * _PANEL
 
 
-def _is_bf16(weight: Tensor) -> bool:
-    """Return whether all values are bfloat16. In float32, NaN counts as no such value."""
-    return weight.dtype == torch.bfloat16 or all(
-        torch.equal(part.bfloat16().float(), part) for part in torch.split(weight, 256)
-    )
-
-
-def _pack(weights: list[Tensor], packed: Tensor, *, halves: bool) -> None:
+def _pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
     """Write weights (N, K), one below the other, in the order that gemm.py reads.
 
     Args:
         packed: (panels, lines, 16) int32.
-        halves: the lines hold pairs of bfloat16.
+        held: type of the numbers in the lines.
     """
     if any(len(weight) % _PANEL for weight in weights[:-1]):
         weights = [torch.cat(weights)]
     first = 0
     for weight in weights:
-        words = weight.to(torch.bfloat16 if halves else torch.float32).contiguous().view(torch.int32)
+        words = weight.to(held).contiguous().view(torch.int32)
         if missing := -len(words) % _PANEL:
             words = functional.pad(words, (0, 0, 0, missing))
         part = packed[first : first + len(words) // _PANEL]

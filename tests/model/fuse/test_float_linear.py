@@ -11,22 +11,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sarathi_pp.model.fuse.float_linear import FloatLinear, float_product, has_float_gemm
+from sarathi_pp.model.fuse.float_linear import NARROW, FloatLinear, float_product, has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import packed_class
 from tests.processors import environment_of, why_not
 
 pytestmark = pytest.mark.skipif(not has_float_gemm(), reason="this processor has no AVX2, or numba is not here")
 
 # Sizes around every height of a tile, with AVX512 and with AVX2.
+TYPES = [torch.float32, *NARROW]
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 18, 19, 24, 25, 37, 130]
 
 
-def float_linear(inputs: int, outputs: int, *, bias: bool = False, seed: int = 0, bf16: bool = False) -> nn.Linear:
+def float_linear(
+    inputs: int, outputs: int, *, bias: bool = False, seed: int = 0, held: torch.dtype = torch.float32
+) -> nn.Linear:
+    """Return a linear layer with a float32 bias, and a weight of the type `held`."""
     torch.manual_seed(seed)
     linear = nn.Linear(inputs, outputs, bias=bias).requires_grad_(False)
-    if bf16:
-        linear.weight.copy_(linear.weight.bfloat16())
+    linear.weight.data = linear.weight.data.to(held)
     return linear
+
+
+def widened(linear: nn.Linear) -> nn.Linear:
+    wide = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None).requires_grad_(False)
+    wide.load_state_dict(linear.state_dict())
+    return wide
 
 
 def exact(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -34,14 +43,14 @@ def exact(linear: nn.Linear, x: Tensor) -> Tensor:
     return x.double() @ linear.weight.double().T + bias
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("held", TYPES)
 @pytest.mark.parametrize(
     ("inputs", "outputs", "bias"), [(1, 1, False), (2, 16, False), (96, 160, True), (515, 113, True), (514, 47, False)]
 )
 @torch.inference_mode()
-def test_any_shape_is_summed_in_float32(inputs: int, outputs: int, bias: bool, bf16: bool) -> None:
+def test_any_shape_is_summed_in_float32(inputs: int, outputs: int, bias: bool, held: torch.dtype) -> None:
     for rows in ROWS:
-        linear = float_linear(inputs, outputs, bias=bias, seed=rows, bf16=bf16)
+        linear = float_linear(inputs, outputs, bias=bias, seed=rows, held=held)
         x = torch.randn(1, rows, inputs)
         y = FloatLinear(linear)(x)
         assert y.shape == (1, rows, outputs) and y.dtype == torch.float32
@@ -49,10 +58,10 @@ def test_any_shape_is_summed_in_float32(inputs: int, outputs: int, bias: bool, b
         assert bool(((y.double() - exact(linear, x)).abs() <= allowed).all()), rows
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("held", TYPES)
 @torch.inference_mode()
-def test_neither_batch_mates_nor_tiles_change_a_bit(bf16: bool) -> None:
-    linear = FloatLinear(float_linear(194, 88, bias=True, bf16=bf16))
+def test_neither_batch_mates_nor_tiles_change_a_bit(held: torch.dtype) -> None:
+    linear = FloatLinear(float_linear(194, 88, bias=True, held=held))
     x = torch.randn(max(ROWS), 194)
     alone = torch.cat([linear(row[None]) for row in x])
     for rows in ROWS:
@@ -60,28 +69,36 @@ def test_neither_batch_mates_nor_tiles_change_a_bit(bf16: bool) -> None:
         assert torch.equal(linear(x[len(x) - rows :]), alone[len(x) - rows :]), rows
 
 
+@pytest.mark.parametrize("held", NARROW)
 @torch.inference_mode()
-def test_a_weight_of_bfloat16_is_stored_as_such_with_the_same_results() -> None:
-    """One value that is not bfloat16 is enough to store all weights as float32."""
-    linear = float_linear(130, 40, bf16=True)
-    stored, x = FloatLinear(linear), torch.randn(9, 130)
-    assert stored.num_bytes() == 48 * 130 * 2
-    linear.weight[7, 5] += 2**-12 * linear.weight[7, 5].abs()
-    whole = FloatLinear(linear)
-    assert whole.num_bytes() == 48 * 130 * 4
-    kept = [output for output in range(40) if output != 7]
-    assert torch.equal(stored(x)[:, kept], whole(x)[:, kept])
-    assert not torch.equal(stored(x)[:, 7], whole(x)[:, 7])
+def test_a_narrow_weight_keeps_its_type_and_gives_the_bits_of_a_widened_one(held: torch.dtype) -> None:
+    """All finite values of the type occur, subnormal ones too."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).short().view(held)
+    every = torch.cat([every[every.isfinite()], torch.zeros(1024, dtype=held)])
+    linear = nn.Linear(130, len(every) // 130, bias=False).requires_grad_(False)
+    linear.weight.data = every[: 130 * (len(every) // 130)].view(-1, 130)
+    stored, wide, x = FloatLinear(linear), FloatLinear(widened(linear)), torch.randn(9, 130)
+    assert stored.num_bytes() == wide.num_bytes() // 2
+    assert torch.equal(stored(x), wide(x)) and torch.equal(float_product(x, linear.weight, None), wide(x))
 
 
+@pytest.mark.parametrize("held", NARROW)
 @torch.inference_mode()
-def test_nan_is_no_bfloat16_and_stays_in_its_output() -> None:
-    linear = float_linear(32, 32, bf16=True)
-    linear.weight[3, 4] = torch.nan
-    packed = FloatLinear(linear)
-    assert packed.num_bytes() == 32 * 32 * 4
-    y = packed(torch.randn(5, 32))
-    assert bool(y[:, 3].isnan().all()) and not bool(y[:, [0, 1, 2, 4, 31]].isnan().any())
+def test_layers_of_two_types_become_float32(held: torch.dtype) -> None:
+    one, other, x = float_linear(64, 32, held=held), float_linear(64, 32, seed=1), torch.randn(3, 64)
+    merged = FloatLinear(one, other)
+    assert merged.num_bytes() == 64 * 64 * 4
+    assert torch.equal(merged(x), torch.cat([FloatLinear(widened(one))(x), FloatLinear(other)(x)], -1))
+
+
+@pytest.mark.parametrize("held", TYPES)
+@torch.inference_mode()
+def test_nan_and_infinity_stay_in_their_outputs(held: torch.dtype) -> None:
+    linear = float_linear(32, 32, held=held)
+    linear.weight[3, 4], linear.weight[5, 6] = torch.nan, torch.inf
+    y = FloatLinear(linear)(torch.randn(5, 32))
+    assert bool(y[:, 3].isnan().all()) and bool(y[:, 5].isinf().all())
+    assert bool(y[:, [0, 1, 2, 4, 31]].isfinite().all())
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
@@ -138,8 +155,8 @@ print(digest())
 def digest() -> str:
     """Return a digest of the bits of some products."""
     found = hashlib.sha256()
-    for bf16 in (False, True):
-        linear = FloatLinear(float_linear(194, 88, bias=True, bf16=bf16))
+    for held in TYPES:
+        linear = FloatLinear(float_linear(194, 88, bias=True, held=held))
         for rows in ROWS:
             torch.manual_seed(rows)
             found.update(linear(torch.randn(rows, 194)).numpy().tobytes())
@@ -155,10 +172,12 @@ def test_every_processor_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (96, 160), (515, 113), (16, 16), (15, 33)])
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("num_threads", "held"), [(1, torch.float32), (3, torch.bfloat16), (3, torch.float16)])
 @torch.inference_mode()
-def test_a_product_without_packing_gives_the_same_bits(inputs: int, outputs: int, num_threads: int) -> None:
-    linear = float_linear(inputs, outputs, bias=True)
+def test_a_product_without_packing_gives_the_same_bits(
+    inputs: int, outputs: int, num_threads: int, held: torch.dtype
+) -> None:
+    linear = float_linear(inputs, outputs, bias=True, held=held)
     packed, before = FloatLinear(linear), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -173,14 +192,14 @@ def test_a_product_without_packing_gives_the_same_bits(inputs: int, outputs: int
 
 def _without_bias(linear: nn.Linear) -> nn.Linear:
     bare = nn.Linear(linear.in_features, linear.out_features, bias=False).requires_grad_(False)
-    bare.weight.copy_(linear.weight)
+    bare.weight.data = linear.weight.data
     return bare
 
 
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.bfloat16)),
+        (torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.float64)),
         (torch.zeros(3, 8), torch.zeros(4, 9)),
         (torch.zeros(3, 8, dtype=torch.float64), torch.zeros(4, 8)),
         (torch.zeros(3, 0), torch.zeros(4, 0)),

@@ -19,6 +19,7 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     LANES,
     PAIRS,
     WORDS,
+    both_fp16,
     both_halves,
     dot,
     each_line,
@@ -34,7 +35,9 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 )
 
 # How a tile multiplies: the type of x, then of the weight. Sums are float32.
-BF16, FLOAT32, FLOAT32_BF16 = 0, 1, 2
+BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16 = 0, 1, 2, 3
+# Kinds whose x is float32 and whose weight is pairs of 16-bit numbers.
+NARROW = FLOAT32_BF16, FLOAT32_FP16
 
 
 class _Tile(NamedTuple):
@@ -43,7 +46,7 @@ class _Tile(NamedTuple):
     Attributes:
         rows: number of rows.
         panels: number of panels.
-        kind: BF16, FLOAT32 or FLOAT32_BF16.
+        kind: BF16, FLOAT32, FLOAT32_BF16 or FLOAT32_FP16.
         cache: level (1, 2) of the cache to which lines are prefetched; 0 for none.
         rounded: outputs are bfloat16; otherwise float32.
     """
@@ -114,9 +117,9 @@ def multiply_rows(  # type: ignore[no-untyped-def]
     assigned at compile time, so each number of rows has its own loop.
 
     Args:
-        kind: BF16, FLOAT32 or FLOAT32_BF16, a literal. For BF16, x and the lines of the weight are pairs, and outputs
-            are bfloat16. For FLOAT32, all are float32. For FLOAT32_BF16, a line holds pairs, and x and outputs are
-            float32.
+        kind: BF16, FLOAT32, FLOAT32_BF16 or FLOAT32_FP16, a literal. For BF16, x and the lines of the weight are
+            pairs, and outputs are bfloat16. For FLOAT32, all are float32. For the others, a line holds pairs, and x and
+            outputs are float32.
         most_rows: largest number of rows, a literal, even.
         panels: number of panels of the tile, a literal.
         far_rows: a literal. With up to this many rows, lines are prefetched to the second-level cache, which can have
@@ -157,7 +160,7 @@ def multiply_rows(  # type: ignore[no-untyped-def]
 def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:
     """Build the loop over the lines of a tile's panels."""
     weight, panel_words, x, row_words, step_words, num_lines, begin, out, out_row, ahead, ahead_step = operands
-    parts = 2 if tile.kind == FLOAT32_BF16 else 1  # numbers of x, or pairs, per line
+    parts = 2 if tile.kind in NARROW else 1  # numbers of x, or pairs, per line
     panels = range(tile.panels)
     starts = [builder.load(floats_at(builder, begin, index(LANES * panel)), align=4) for panel in panels]
     with each_line(builder, num_lines, *(starts * tile.rows)) as (line, loop):
@@ -192,6 +195,8 @@ def _line_of(builder: Any, kind: int, pointer: Any) -> list[Any]:
     words = builder.load(builder.bitcast(pointer, WORDS.as_pointer()), align=4)
     if kind == FLOAT32_BF16:
         return both_halves(builder, words)
+    if kind == FLOAT32_FP16:
+        return both_fp16(builder, words)
     return [builder.bitcast(words, PAIRS if kind == BF16 else FLOATS)]
 
 

@@ -108,6 +108,13 @@ def both_halves(builder: Any, words: Any) -> list[Any]:
     return [builder.bitcast(first, FLOATS), builder.bitcast(second, FLOATS)]
 
 
+def both_fp16(builder: Any, words: Any) -> list[Any]:
+    """Convert sixteen pairs of float16 to float32: the first ones, and the second ones."""
+    second = builder.lshr(words, ir.Constant(WORDS, [16] * LANES))
+    fp16 = ir.VectorType(ir.HalfType(), LANES)
+    return [builder.fpext(builder.bitcast(builder.trunc(one, SHORTS), fp16), FLOATS) for one in (words, second)]
+
+
 def fma(builder: Any, factor: Any, other: Any, added: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", FLOATS, [factor, other, added])
 

@@ -1,8 +1,12 @@
-"""All layers of a stage in one compiled call: Llama's decoder layers in bfloat16 on one thread.
+"""All layers of a stage in one compiled call: Llama's decoder layers in bfloat16 or float32, on one or more threads.
 
 The same kernels run in the same order as if each layer called them from Python, so no bit differs. This saves Python's
 time between two kernels. All arrays are passed by address. DecoderLayersCall (decoder_layers_call.py) is the interface
 that takes tensors.
+
+Several threads make the same call, each with its own index. Each computes a part of every step: some rows, outputs,
+heads or tiles. Between two steps they wait for each other (simd/barrier.py). Parts change no bit, because the kernels
+give a row the same bits in any company.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from sarathi_pp_kernels.cpu import attention_decode_simd, attention_prefill, gemm, row_ops
+from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill, gemm, row_ops
+from sarathi_pp_kernels.cpu.simd.barrier import wait_for_all
 from sarathi_pp_kernels.cpu.simd.call import address_of, caller
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
-from sarathi_pp_kernels.cpu.simd.memory import load_bf16, round_lines, store_float
+from sarathi_pp_kernels.cpu.simd.memory import load_bf16, load_float, load_index, round_lines, store_float
+from sarathi_pp_kernels.cpu.simd.products import BF16
 
 # One layer: the addresses of its tensors, which DecoderLayer describes; 0 if it has no such tensor. Only `window` is no
 # address but the most keys that a row sees; 0 for all.
@@ -40,6 +46,7 @@ class Shape(NamedTuple):
         head_epsilon: epsilon of the norms of query and key heads.
         scaling: factor on the products of queries and keys.
         most_rows: see attention_prefill.attend.
+        inputs_per_line: number of inputs in a line of a weight: 1, or 2 for pairs of 16-bit numbers.
     """
 
     hidden_size: int
@@ -52,6 +59,7 @@ class Shape(NamedTuple):
     head_epsilon: float
     scaling: np.float32
     most_rows: int
+    inputs_per_line: int
 
 
 class Microbatch(NamedTuple):
@@ -60,15 +68,17 @@ class Microbatch(NamedTuple):
     Attributes:
         num_rows: number of rows (tokens).
         most_high_rows: up to this number of rows, linear layers use gemm.py's high tiles; above it, wide tiles.
-        cos: (num_rows, head_dim) bfloat16, the cosines of the rotary embedding.
+        cos: (num_rows, head_dim), the cosines of the rotary embedding, in the dtype of the layers.
         sin: like cos.
         write_pages: (num_rows,), id of the page to which each row's key and value are written.
         write_offsets: (num_rows,), index of the row's token within that page.
         pages: page ids of all sequences, one sequence after the other.
-        num_decodes: number of decodes, which `places`, `ends` and `tables` describe.
-        places: index of each decode's row.
-        ends: number of keys of each decode.
-        tables: index in `pages` of each decode's first page id.
+        places: index of the first row of each tile. In bfloat16, a tile is a decode, and other rows are in chunks. In
+            float32, all rows are in tiles.
+        counts: number of rows of each tile.
+        ends: number of keys that the first row of each tile sees.
+        tables: index in `pages` of each tile's first page id.
+        bounds: (num_threads + 1,), index of each thread's first tile, and the number of all tiles.
         sinks: (num_heads,) float32, -inf for none.
     """
 
@@ -79,11 +89,27 @@ class Microbatch(NamedTuple):
     write_pages: int
     write_offsets: int
     pages: int
-    num_decodes: int
     places: int
+    counts: int
     ends: int
     tables: int
+    bounds: int
     sinks: int
+
+
+class Team(NamedTuple):
+    """The threads that make a call together, seen from one of them.
+
+    Attributes:
+        thread: index of the calling thread, from 0.
+        arrived: address of an int64 that is 0 before the call.
+        floats_bytes: bytes of the scratch memory of each thread.
+    """
+
+    thread: int
+    num_threads: int
+    arrived: int
+    floats_bytes: int
 
 
 class Work(NamedTuple):
@@ -98,7 +124,7 @@ class Work(NamedTuple):
         after: output of the MLP, and then the layer's output.
         both: gate and up of the MLP.
         gated: silu(gate) * up.
-        floats: float32 scratch memory of the kernels.
+        floats: float32 scratch memory of the kernels, for one thread. As an address, it is that of all threads' memory.
     """
 
     normed: int
@@ -112,28 +138,26 @@ class Work(NamedTuple):
     floats: int
 
 
-def work_bytes(num_rows: int, most_keys: int, most_chunk: int, shape: Shape) -> Work:
+def work_bytes(num_rows: int, attention_floats: int, shape: Shape, item: int) -> Work:
     """Return the number of bytes that a microbatch needs for each intermediate result.
 
     Args:
-        most_keys: number of keys of the longest decode; 0 without decodes.
-        most_chunk: number of rows of the largest chunk; 0 without chunks.
+        attention_floats: float32 values of scratch memory that attention needs on one thread.
+        item: bytes of a number, 2 for bfloat16 and 4 for float32.
     """
     padded, hidden, inner = gemm.padded_rows(num_rows), shape.hidden_size, shape.inner_size
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     widest = max(hidden, inner, heads * head_dim)
-    of_chunk = attention_prefill.scratch_floats(most_chunk, heads // kv_heads, head_dim) if most_chunk else 0
-    of_decode = attention_decode_simd.scratch_floats(heads, head_dim, most_keys, shape.page_size) if most_keys else 0
     return Work(
-        normed=2 * padded * hidden,
-        tiles=2 * padded * widest,
-        qkv=2 * padded * (heads + 2 * kv_heads) * head_dim,
-        attended=2 * padded * heads * head_dim,
-        middle=2 * padded * hidden,
-        after=2 * padded * hidden,
-        both=4 * padded * inner,
-        gated=2 * padded * inner,
-        floats=4 * max(hidden, heads * head_dim, of_chunk, of_decode),
+        normed=item * padded * hidden,
+        tiles=item * padded * widest,
+        qkv=item * padded * (heads + 2 * kv_heads) * head_dim,
+        attended=item * padded * heads * head_dim,
+        middle=item * padded * hidden,
+        after=item * padded * hidden,
+        both=2 * item * padded * inner,
+        gated=item * padded * inner,
+        floats=4 * max(hidden, heads * head_dim, attention_floats),
     )
 
 
@@ -148,12 +172,13 @@ _SIGNATURES = {
     "add_rms_norm": _takes(_I, _I, _I, _I, _I, _I, _I, _D, _I),
     "rotate_and_write": _takes(*[_I] * 15, _D, _I),
     "silu_multiply": _takes(*[_I] * 5),
-    "lay_out": _takes(_I, _I, _I, _I, _B),
+    "lay_out": _takes(_I, _I, _I, _I, _B, _I, _I),
     "multiply": _takes(*[_I] * 9, _B),
     "attend": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I),
     "read": _takes(*[_I] * 11, _F, _F, _I, _I, _I, _I, _I),
+    "read_tiles": _takes(*[_I] * 12, _F, _F, _I, _I, _I, _I, _I),
 }
-_rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply, _attend, _read = (
+_rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply, _attend, _read, _read_tiles = (
     caller(signature) for signature in _SIGNATURES.values()
 )
 
@@ -162,8 +187,9 @@ class Code(NamedTuple):
     """Addresses of the kernels' machine code, in the order of _SIGNATURES.
 
     Attributes:
-        attend: kernel for the attention of chunks.
-        read: kernel for the attention of decodes, compiled for a stage's heads.
+        attend: in bfloat16, the kernel for the attention of chunks; otherwise 0.
+        read: in bfloat16, the kernel for the attention of decodes, compiled for a stage's heads; otherwise 0.
+        read_tiles: in float32, the kernel for all attention, compiled for a stage's heads; otherwise 0.
     """
 
     rms_norm: int
@@ -174,110 +200,201 @@ class Code(NamedTuple):
     multiply: int
     attend: int
     read: int
+    read_tiles: int
 
 
 @functools.cache
-def code_for(head_dim: int, group: int, page_size: int) -> Code:
-    kernels = {
-        **row_ops.BFLOAT16._asdict(),
-        "lay_out": gemm.lay_out,
-        "multiply": gemm.multiply_bf16,
-        "attend": attention_prefill.attend,
-        "read": attention_decode_simd.compile_kernel(head_dim, group, page_size),
-    }
-    return Code(**{name: address_of(kernel, _SIGNATURES[name]) for name, kernel in kernels.items()})
+def code_for(kind: int, head_dim: int, group: int, page_size: int) -> Code:
+    """Return the machine code for layers of a kind of product (simd/products.py), BF16 or one with float32 rows."""
+    kernels: dict[str, Any] = {"lay_out": gemm.lay_out, "multiply": gemm.multiply_of(kind)}
+    if kind == BF16:
+        read = attention_decode_simd.compile_kernel(head_dim, group, page_size)
+        kernels |= {**row_ops.BFLOAT16._asdict(), "attend": attention_prefill.attend, "read": read}
+    else:
+        read = attention_decode.compile_kernel(attention_decode.FLOAT32, head_dim, group, page_size)
+        kernels |= {**row_ops.FLOAT32._asdict(), "read_tiles": read}
+    addresses = {name: address_of(kernel, _SIGNATURES[name]) for name, kernel in kernels.items()}
+    return Code(**{name: addresses.get(name, 0) for name in Code._fields})
 
 
 @inlined
-def _linear(code, x, num_rows, inputs, weight, bias, outputs, high, tiles, out):  # type: ignore[no-untyped-def]
-    """Compute out = x @ weight.T + bias with gemm.py. `tiles` is memory for x in the order that gemm.py reads."""
-    pairs = inputs // 2
-    _lay_out(code.lay_out, (x, tiles, num_rows, pairs, high))
-    _multiply(code.multiply, (tiles, weight, bias, out, num_rows, pairs, 0, outputs // 16, outputs, high))
+def _part(count, step, team):  # type: ignore[no-untyped-def]
+    """Return the range [begin, end) of a thread's part of range(count). It begins at a multiple of `step`."""
+    steps, last = count // step, team.thread + 1 == team.num_threads
+    begin = steps * team.thread // team.num_threads * step
+    return begin, count if last else steps * (team.thread + 1) // team.num_threads * step
 
 
 @inlined
-def _add(x, added, out, num_rows, width, scratch):  # type: ignore[no-untyped-def]
-    """Compute out = x + added. Each sum is rounded once. `out` may be `added`."""
-    for row in range(num_rows):
-        begin = row * width * 2
-        for at in range(width):
-            store_float(scratch, at, load_bf16(x + begin, at) + load_bf16(added + begin, at))
-        round_lines(scratch, out + begin, width // 16)
+def _wait(team):  # type: ignore[no-untyped-def]
+    if team.num_threads > 1:
+        wait_for_all(team.arrived, team.num_threads)
 
 
-@compiled()
-def run_layers(layers, code, shape, microbatch, chunks, work, steps, x, out):  # type: ignore[no-untyped-def]
-    """Run all layers of a stage on one microbatch, and write the hidden states after the last one to `out`.
+def _linear_of(item: int) -> Any:
+    @inlined
+    def linear(code, x, num_rows, inputs, lines, weight, bias, outputs, high, tiles, out, team):  # type: ignore[no-untyped-def]
+        """Compute out = x @ weight.T + bias with gemm.py, after all threads have written x, and until all are done.
 
-    Args:
-        layers: an array with a LAYER per layer.
-        code: a Code, made by `code_for`.
-        shape: a Shape.
-        microbatch: a Microbatch.
-        chunks: (n, 4) int64. For each chunk: index of its first row, number of rows, position of the first row in its
-            sequence, and index in `microbatch.pages` of its first page id.
-        work: a Work with addresses.
-        steps: (1,) int64, a counter of layers. Each layer adds 1.
-        x: address of (num_rows, hidden_size) bfloat16.
-        out: like x, in other memory.
-    """
-    hidden, inner, heads, kv_heads = shape.hidden_size, shape.inner_size, shape.num_heads, shape.num_kv_heads
-    head_dim, epsilon, floats = shape.head_dim, shape.epsilon, work.floats
-    num_rows, high = microbatch.num_rows, microbatch.num_rows <= microbatch.most_high_rows
-    attended_width, qkv_width, no_cap = heads * head_dim, (heads + 2 * kv_heads) * head_dim, np.float32(0)
-    _rms_norm(code.rms_norm, (x, layers[0].input_norm, work.normed, 0, num_rows, hidden, epsilon, floats))
-    before = x
-    for index in range(len(layers)):
-        layer = layers[index]
-        steps[0] += 1
-        _linear(
-            code, work.normed, num_rows, hidden, layer.qkv, layer.qkv_bias, qkv_width, high, work.tiles, work.qkv
-        )  # fmt: skip
-        _rotate_and_write(
-            code.rotate_and_write,
-            (
-                work.qkv, heads, kv_heads, head_dim, microbatch.cos, microbatch.sin, layer.keys, layer.values,
-                microbatch.write_pages, microbatch.write_offsets, shape.page_size, 0, num_rows, layer.query_norm,
-                layer.key_norm, shape.head_epsilon, floats,
-            ),
-        )  # fmt: skip
-        for chunk in range(len(chunks)):
-            first_row, count, start, page = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2], chunks[chunk, 3]
+        Args:
+            tiles: memory for x in the order that gemm.py reads.
+        """
+        _wait(team)
+        words = inputs * item // 4
+        _lay_out(code.lay_out, (x, tiles, num_rows, words, high, team.thread, team.num_threads))
+        _wait(team)
+        begin, end = _part(outputs // 16, gemm.PANELS, team)
+        _multiply(code.multiply, (tiles, weight, bias, out, num_rows, lines, begin, end, outputs, high))
+        _wait(team)
+
+    return linear
+
+
+@inlined
+def _add_bf16(x, added, out, width, scratch):  # type: ignore[no-untyped-def]
+    """Compute out = x + added for one row. Each sum is rounded once. `out` may be `added`."""
+    for at in range(width):
+        store_float(scratch, at, load_bf16(x, at) + load_bf16(added, at))
+    round_lines(scratch, out, width // 16)
+
+
+@inlined
+def _add_float(x, added, out, width, scratch):  # type: ignore[no-untyped-def]
+    for at in range(width):
+        store_float(out, at, load_float(x, at) + load_float(added, at))
+
+
+@inlined
+def _attend_chunks(code, shape, microbatch, chunks, layer, work, floats, team):  # type: ignore[no-untyped-def]
+    """Compute the attention of all chunks in bfloat16. Threads divide the KV heads, and the rows if there are few."""
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    qkv_width, width = (heads + 2 * kv_heads) * head_dim, heads * head_dim
+    groups = min(team.num_threads, kv_heads)
+    parts = team.num_threads // groups
+    if team.thread >= groups * parts:
+        return
+    first_head, end_head = kv_heads * (team.thread % groups) // groups, kv_heads * (team.thread % groups + 1) // groups
+    part = team.thread // groups
+    for chunk in range(len(chunks)):
+        first_row, count, start, page = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2], chunks[chunk, 3]
+        begin, end = count * part // parts, count * (part + 1) // parts
+        if begin < end:
             _attend(
                 code.attend,
                 (
-                    work.qkv + first_row * qkv_width * 2, qkv_width // 2, head_dim // 2, layer.keys, layer.values,
-                    kv_heads, heads // kv_heads, head_dim, shape.page_size, microbatch.pages + page * 8, start, count,
-                    shape.most_rows, 0, kv_heads, shape.scaling, no_cap, layer.window, microbatch.sinks, floats,
-                    work.attended + first_row * attended_width * 2,
+                    work.qkv + (first_row + begin) * qkv_width * 2, qkv_width // 2, head_dim // 2, layer.keys,
+                    layer.values, kv_heads, heads // kv_heads, head_dim, shape.page_size, microbatch.pages + page * 8,
+                    start + begin, end - begin, shape.most_rows, first_head, end_head, shape.scaling, np.float32(0),
+                    layer.window, microbatch.sinks, floats, work.attended + (first_row + begin) * width * 2,
                 ),
             )  # fmt: skip
-        if microbatch.num_decodes:
-            _read(
-                code.read,
+
+
+@inlined
+def _attention_bf16(code, shape, microbatch, chunks, layer, work, floats, team):  # type: ignore[no-untyped-def]
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    _attend_chunks(code, shape, microbatch, chunks, layer, work, floats, team)
+    begin, end = load_index(microbatch.bounds, team.thread), load_index(microbatch.bounds, team.thread + 1)
+    if begin < end:
+        _read(
+            code.read,
+            (
+                work.qkv, (heads + 2 * kv_heads) * head_dim, head_dim, layer.keys, layer.values, kv_heads,
+                microbatch.places, microbatch.pages, microbatch.tables, microbatch.ends, layer.window, shape.scaling,
+                np.float32(0), microbatch.sinks, floats, work.attended, begin, end,
+            ),
+        )  # fmt: skip
+
+
+@inlined
+def _attention_float(code, shape, microbatch, chunks, layer, work, floats, team):  # type: ignore[no-untyped-def]
+    heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    begin, end = load_index(microbatch.bounds, team.thread), load_index(microbatch.bounds, team.thread + 1)
+    if begin < end:
+        _read_tiles(
+            code.read_tiles,
+            (
+                work.qkv, (heads + 2 * kv_heads) * head_dim, head_dim, layer.keys, layer.values, kv_heads,
+                microbatch.places, microbatch.counts, microbatch.pages, microbatch.tables, microbatch.ends,
+                layer.window, shape.scaling, np.float32(0), microbatch.sinks, floats, work.attended, begin, end,
+            ),
+        )  # fmt: skip
+
+
+def _run_layers_of(item: int, attention: Any, add: Any) -> Any:
+    """Return the kernel for numbers of `item` bytes."""
+    linear = _linear_of(item)
+
+    @compiled()
+    def run_layers(layers, code, shape, microbatch, chunks, work, team, steps, x, out):  # type: ignore[no-untyped-def]
+        """Run all layers of a stage on one microbatch, and write the hidden states after the last one to `out`.
+
+        Args:
+            layers: an array with a LAYER per layer.
+            code: a Code, made by `code_for`.
+            shape: a Shape.
+            microbatch: a Microbatch.
+            chunks: (n, 4) int64. For each chunk: index of its first row, number of rows, position of the first row in
+                its sequence, and index in `microbatch.pages` of its first page id.
+            work: a Work with addresses.
+            team: a Team. All its threads must make the call at the same time.
+            steps: (1,) int64, a counter of layers. Each layer adds 1.
+            x: address of (num_rows, hidden_size) numbers.
+            out: like x, in other memory.
+        """
+        hidden, inner, heads, kv_heads = shape.hidden_size, shape.inner_size, shape.num_heads, shape.num_kv_heads
+        head_dim, epsilon, floats = shape.head_dim, shape.epsilon, work.floats + team.thread * team.floats_bytes
+        num_rows, high = microbatch.num_rows, microbatch.num_rows <= microbatch.most_high_rows
+        width, qkv_width, per_line = heads * head_dim, (heads + 2 * kv_heads) * head_dim, shape.inputs_per_line
+        first, end = _part(num_rows, 1, team)
+        _rms_norm(code.rms_norm, (x, layers[0].input_norm, work.normed, first, end, hidden, epsilon, floats))
+        before = x
+        for index in range(len(layers)):
+            layer = layers[index]
+            if team.thread == 0:
+                steps[0] += 1
+            linear(
+                code, work.normed, num_rows, hidden, hidden // per_line, layer.qkv, layer.qkv_bias, qkv_width, high,
+                work.tiles, work.qkv, team,
+            )  # fmt: skip
+            _rotate_and_write(
+                code.rotate_and_write,
                 (
-                    work.qkv, qkv_width, head_dim, layer.keys, layer.values, kv_heads, microbatch.places,
-                    microbatch.pages, microbatch.tables, microbatch.ends, layer.window, shape.scaling, no_cap,
-                    microbatch.sinks, floats, work.attended, 0, microbatch.num_decodes,
+                    work.qkv, heads, kv_heads, head_dim, microbatch.cos, microbatch.sin, layer.keys, layer.values,
+                    microbatch.write_pages, microbatch.write_offsets, shape.page_size, first, end, layer.query_norm,
+                    layer.key_norm, shape.head_epsilon, floats,
                 ),
             )  # fmt: skip
-        _linear(
-            code, work.attended, num_rows, attended_width, layer.output, layer.output_bias, hidden, high, work.tiles,
-            work.middle,
-        )  # fmt: skip
-        _add_rms_norm(
-            code.add_rms_norm, (before, work.middle, layer.norm, work.normed, 0, num_rows, hidden, epsilon, floats)
-        )  # fmt: skip
-        _linear(
-            code, work.normed, num_rows, hidden, layer.gate_up, layer.gate_up_bias, 2 * inner, high, work.tiles,
-            work.both,
-        )  # fmt: skip
-        _silu_multiply(code.silu_multiply, (work.both, work.gated, 0, num_rows, inner))
-        _linear(code, work.gated, num_rows, inner, layer.down, layer.down_bias, hidden, high, work.tiles, work.after)
-        last = index + 1 == len(layers)
-        before = out if last else work.after
-        _add(work.middle, work.after, before, num_rows, hidden, floats)
-        if not last:
-            norm = layers[index + 1].input_norm
-            _rms_norm(code.rms_norm, (before, norm, work.normed, 0, num_rows, hidden, epsilon, floats))
+            _wait(team)
+            attention(code, shape, microbatch, chunks, layer, work, floats, team)
+            linear(
+                code, work.attended, num_rows, width, width // per_line, layer.output, layer.output_bias, hidden, high,
+                work.tiles, work.middle, team,
+            )  # fmt: skip
+            _add_rms_norm(
+                code.add_rms_norm,
+                (before, work.middle, layer.norm, work.normed, first, end, hidden, epsilon, floats),
+            )  # fmt: skip
+            linear(
+                code, work.normed, num_rows, hidden, hidden // per_line, layer.gate_up, layer.gate_up_bias, 2 * inner,
+                high, work.tiles, work.both, team,
+            )  # fmt: skip
+            _silu_multiply(code.silu_multiply, (work.both, work.gated, first, end, inner))
+            linear(
+                code, work.gated, num_rows, inner, inner // per_line, layer.down, layer.down_bias, hidden, high,
+                work.tiles, work.after, team,
+            )  # fmt: skip
+            last = index + 1 == len(layers)
+            before = out if last else work.after
+            for row in range(first, end):
+                at = row * hidden * item
+                add(work.middle + at, work.after + at, before + at, hidden, floats)
+            if not last:
+                norm = layers[index + 1].input_norm
+                _rms_norm(code.rms_norm, (before, norm, work.normed, first, end, hidden, epsilon, floats))
+
+    return run_layers
+
+
+run_layers_bf16 = _run_layers_of(2, _attention_bf16, _add_bf16)
+run_layers_float = _run_layers_of(4, _attention_float, _add_float)

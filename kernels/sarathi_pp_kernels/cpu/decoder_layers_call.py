@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,21 +17,40 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sarathi_pp_kernels.cpu.attention_prefill import rows_at_once
-from sarathi_pp_kernels.cpu.decoder_layers import LAYER, Microbatch, Shape, Work, code_for, run_layers, work_bytes
-from sarathi_pp_kernels.cpu.gemm import packed_shape
+from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill
+from sarathi_pp_kernels.cpu.decoder_layers import (
+    LAYER,
+    Microbatch,
+    Shape,
+    Team,
+    Work,
+    code_for,
+    run_layers_bf16,
+    run_layers_float,
+    work_bytes,
+)
+from sarathi_pp_kernels.cpu.simd.products import BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16
+from sarathi_pp_kernels.cpu.threads import run_team
 
 # Memory is allocated in multiples of this number of bytes. A decode needs more with every token, and most tokens then
 # need no new memory.
 _STEP_BYTES = 1 << 20
 _NO_CHUNKS = np.zeros((0, 4), np.int64)
+_LINE_BYTES = 64
+# How linear layers multiply, by the dtype of the layers and the type of the weights in memory.
+_KINDS = {
+    (torch.bfloat16, torch.bfloat16): BF16,
+    (torch.float32, torch.float32): FLOAT32,
+    (torch.float32, torch.bfloat16): FLOAT32_BF16,
+    (torch.float32, torch.float16): FLOAT32_FP16,
+}
 
 
 class DecoderLayer(NamedTuple):
-    """The tensors of one layer, bfloat16 unless a comment names another type. The fields are those of LAYER."""
+    """The tensors of one layer, in its dtype unless a comment names another type. The fields are those of LAYER."""
 
     input_norm: Tensor  # (hidden_size,)
-    qkv: Tensor  # weights are packed for gemm.py: int32 of packed_shape(outputs, inputs)
+    qkv: Tensor  # weights are packed for gemm.py: int32, (outputs / 16, lines, 16)
     qkv_bias: Tensor  # biases are (outputs,) float32
     query_norm: Tensor | None  # (head_dim,); None if queries and keys have no norms
     key_norm: Tensor | None
@@ -46,20 +66,52 @@ class DecoderLayer(NamedTuple):
     down_bias: Tensor
 
 
+class Tiles(NamedTuple):
+    """Tiles of rows of one sequence, for attention. Each is a row, or consecutive rows. An entry per tile.
+
+    Attributes:
+        places: index of its first row in the microbatch.
+        counts: number of its rows.
+        ends: number of keys that its first row sees.
+        tables: index in `pages` of the first page id of its sequence.
+        bounds: index of each thread's first tile, and the number of all tiles.
+    """
+
+    places: array[int]
+    counts: array[int]
+    ends: array[int]
+    tables: array[int]
+    bounds: array[int]
+
+
 class DecoderLayersCall:
     """Llama's decoder layers with the pages of one KV shard. Only one thread at a time may call it.
 
+    It computes in the dtype of the pages, bfloat16 or float32.
+
     Args:
         layers: at least one. All have the same shapes. Their tensors must keep their addresses.
+        held_type: type of the weights in memory. In float32 they may be bfloat16 or float16 too.
         epsilon: epsilon of the norms before attention and MLP.
         head_epsilon: epsilon of the norms of queries and keys.
         scaling: factor of the attention scores.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], *, epsilon: float, head_epsilon: float, scaling: float) -> None:
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        held_type: torch.dtype,
+        *,
+        epsilon: float,
+        head_epsilon: float,
+        scaling: float,
+    ) -> None:
         first = layers[0]
+        self._dtype = first.keys.dtype
+        kind = _KINDS[self._dtype, held_type]
+        per_line = 1 if kind == FLOAT32 else 2
         _, num_kv_heads, page_size, head_dim = first.keys.shape
-        num_heads = _inputs(first.output) // head_dim
+        num_heads = per_line * first.output.shape[1] // head_dim
         group = num_heads // num_kv_heads
         self._shape = Shape(
             hidden_size=first.input_norm.shape[0],
@@ -67,17 +119,19 @@ class DecoderLayersCall:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            inner_size=_inputs(first.down),
+            inner_size=per_line * first.down.shape[1],
             epsilon=epsilon,
             head_epsilon=head_epsilon,
             scaling=np.float32(scaling),
-            most_rows=rows_at_once(group),
+            most_rows=attention_prefill.rows_at_once(group),
+            inputs_per_line=per_line,
         )
         for layer in layers:
-            _check(layer, self._shape)
+            _check(layer, self._shape, self._dtype)
         self._layers = tuple(layers)  # they own the memory at these addresses
         self._addresses = np.array([tuple(map(_address, layer)) for layer in layers], LAYER)
-        self._code = code_for(head_dim, group, page_size)
+        self._code = code_for(kind, head_dim, group, page_size)
+        self._run = run_layers_bf16 if kind == BF16 else run_layers_float
         self._memory = WorkingMemory()
         self._sinks = torch.full((num_heads,), -torch.inf)
 
@@ -91,23 +145,23 @@ class DecoderLayersCall:
         write_offsets: Tensor,
         pages: Tensor,
         chunks: Sequence[tuple[int, int, int, int]],
-        decodes: tuple[array[int], array[int], array[int]],
+        tiles: Tiles,
         most_high_rows: int,
         steps: NDArray[np.int64],
     ) -> Tensor:
         """Run all layers on one microbatch, and return the last layer's (1, num_rows, hidden_size) output.
 
         Args:
-            x: (1, num_rows, hidden_size) bfloat16.
-            cos: (1, num_rows, head_dim) bfloat16, the cosines of the rotary embedding.
+            x: (1, num_rows, hidden_size).
+            cos: (1, num_rows, head_dim), the cosines of the rotary embedding.
             sin: like cos.
             write_pages: (num_rows,) int64, id of the page to which each row's key and value are written.
             write_offsets: (num_rows,) int64, index of the row's token within that page.
             pages: int64 page ids of all sequences, one sequence after the other.
             chunks: for each chunk: index of its first row, number of rows, position of the first row in its sequence,
-                and index in `pages` of its first page id.
-            decodes: three arrays with an entry per decode: index of its row, number of its keys, and index in `pages`
-                of its first page id.
+                and index in `pages` of its first page id. Empty in float32.
+            tiles: in bfloat16 the decodes, one per tile; in float32 all rows. As many threads as it has bounds for
+                compute the layers together.
             most_high_rows: gemm.py, which computes the linear layers, has two ways of dividing rows into tiles. Up to
                 this number of rows it uses high tiles; above it, wide tiles.
             steps: (1,) int64, a counter of layers. Each layer adds 1.
@@ -117,8 +171,8 @@ class DecoderLayersCall:
         # The kernel takes addresses and would not notice wrong shapes.
         assert x.shape == (1, num_rows, shape.hidden_size), f"x {x.shape}; expected (1, {num_rows}, hidden_size)"
         assert cos.shape == sin.shape == (1, num_rows, shape.head_dim), f"cos {cos.shape}, sin {sin.shape}"
-        assert {x.dtype, cos.dtype, sin.dtype} == {torch.bfloat16}, f"x {x.dtype}, cos {cos.dtype}, sin {sin.dtype}"
-        decode_rows, decode_ends, decode_tables = decodes
+        assert {x.dtype, cos.dtype, sin.dtype} == {self._dtype}, f"x {x.dtype}, cos {cos.dtype}, sin {sin.dtype}"
+        assert self._dtype == torch.bfloat16 or not chunks, "chunks in float32"
         microbatch = Microbatch(
             num_rows=num_rows,
             most_high_rows=most_high_rows,
@@ -127,21 +181,37 @@ class DecoderLayersCall:
             write_pages=write_pages.data_ptr(),
             write_offsets=write_offsets.data_ptr(),
             pages=pages.data_ptr(),
-            num_decodes=len(decode_rows),
-            places=_array_address(decode_rows),
-            ends=_array_address(decode_ends),
-            tables=_array_address(decode_tables),
+            **{name: _array_address(numbers) for name, numbers in tiles._asdict().items()},
             sinks=self._sinks.data_ptr(),
         )
-        most_keys = max(decode_ends, default=0)
-        most_chunk = max((rows for _, rows, _, _ in chunks), default=0)
-        work = self._memory.addresses(work_bytes(num_rows, most_keys, most_chunk, shape))
+        num_threads = len(tiles.bounds) - 1
+        needed = work_bytes(num_rows, self._attention_floats(chunks, tiles), shape, self._dtype.itemsize)
+        floats_bytes = -(-needed.floats // _LINE_BYTES) * _LINE_BYTES  # no two threads write to one line
+        work = self._memory.addresses(needed._replace(floats=num_threads * floats_bytes))
         chunk_table = np.array(chunks, np.int64) if chunks else _NO_CHUNKS
-        out = torch.empty_like(x)
-        run_layers(
-            self._addresses, self._code, shape, microbatch, chunk_table, work, steps, x.data_ptr(), out.data_ptr()
-        )
+        out, arrived = torch.empty_like(x), torch.zeros(1, dtype=torch.int64)
+
+        def run(thread: int) -> None:
+            team = Team(thread, num_threads, arrived.data_ptr(), floats_bytes)
+            given = shape, microbatch, chunk_table, work, team, steps
+            self._run(self._addresses, self._code, *given, x.data_ptr(), out.data_ptr())
+
+        run_team([partial(run, thread) for thread in range(num_threads)])
         return out
+
+    def _attention_floats(self, chunks: Sequence[tuple[int, int, int, int]], tiles: Tiles) -> int:
+        """Return the number of float32 values of scratch memory that attention needs on one thread."""
+        heads, head_dim, page_size = self._shape.num_heads, self._shape.head_dim, self._shape.page_size
+        if self._dtype == torch.float32:
+            sizes = zip(tiles.counts, tiles.ends, strict=True)
+            return max(attention_decode.scratch_floats(*size, heads, head_dim) for size in sizes)
+        group, found = heads // self._shape.num_kv_heads, 0
+        if chunks:
+            found = attention_prefill.scratch_floats(max(rows for _, rows, _, _ in chunks), group, head_dim)
+        if tiles.ends:
+            of_decodes = attention_decode_simd.scratch_floats(heads, head_dim, max(tiles.ends), page_size)
+            found = max(found, of_decodes)
+        return found
 
 
 class WorkingMemory:
@@ -170,12 +240,7 @@ class WorkingMemory:
 _NOTHING = Work(*[0] * len(Work._fields))
 
 
-def _inputs(packed: Tensor) -> int:
-    """Return the number of inputs of a packed weight, which has two inputs in each word."""
-    return 2 * packed.shape[1]
-
-
-def _check(layer: DecoderLayer, shape: Shape) -> None:
+def _check(layer: DecoderLayer, shape: Shape, dtype: torch.dtype) -> None:
     """Assert that the kernel reads no tensor of this layer beyond its end."""
     hidden, inner, head_dim = shape.hidden_size, shape.inner_size, shape.head_dim
     attended, qkv = shape.num_heads * head_dim, (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
@@ -186,7 +251,8 @@ def _check(layer: DecoderLayer, shape: Shape) -> None:
         "down": (layer.down, layer.down_bias, hidden, inner),
     }
     for name, (weight, bias, outputs, inputs) in weights.items():
-        assert weight.shape == packed_shape(outputs, inputs) and weight.dtype == torch.int32, (
+        expected = outputs // 16, inputs // shape.inputs_per_line, 16
+        assert weight.shape == expected and weight.dtype == torch.int32, (
             f"{name}: {weight.shape}, {weight.dtype}; expected a packed weight of {outputs} outputs and {inputs} inputs"
         )
         assert bias.shape == (outputs,) and bias.dtype == torch.float32, (
@@ -196,12 +262,12 @@ def _check(layer: DecoderLayer, shape: Shape) -> None:
     assert layer.keys.shape[1:] == layer.values.shape[1:] == page, (
         f"keys {layer.keys.shape}, values {layer.values.shape}; expected pages of {page}"
     )
-    assert layer.keys.dtype == layer.values.dtype == torch.bfloat16, (
-        f"keys {layer.keys.dtype}, values {layer.values.dtype}; expected torch.bfloat16"
+    assert layer.keys.dtype == layer.values.dtype == dtype, (
+        f"keys {layer.keys.dtype}, values {layer.values.dtype}; expected {dtype}"
     )
     for norm, size in ((layer.input_norm, hidden), (layer.norm, hidden), (layer.query_norm, head_dim)):
-        assert norm is None or (norm.shape == (size,) and norm.dtype == torch.bfloat16), (
-            f"weight of a norm: {norm.shape}, {norm.dtype}; expected ({size},), torch.bfloat16"
+        assert norm is None or (norm.shape == (size,) and norm.dtype == dtype), (
+            f"weight of a norm: {norm.shape}, {norm.dtype}; expected ({size},), {dtype}"
         )
     assert (layer.query_norm is None) == (layer.key_norm is None)
     assert layer.key_norm is None or layer.key_norm.shape == (head_dim,), (

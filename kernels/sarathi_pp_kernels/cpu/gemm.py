@@ -53,6 +53,7 @@ to 40 alternating calls; other programs were running.)
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -100,15 +101,16 @@ def _height(num_rows, high):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def lay_out(x, tiles, num_rows, words, high):  # type: ignore[no-untyped-def]
+def lay_out(x, tiles, num_rows, words, high, thread, num_threads):  # type: ignore[no-untyped-def]
     """Copy x (num_rows, words), contiguous, into high or wide tiles. A word is a float32 or a pair of bfloat16.
 
     Args:
         tiles: address of memory for padded_rows(num_rows) rows.
         high: make high tiles; otherwise wide ones.
+        thread: index of the calling thread, from 0. Each of the num_threads threads makes the tiles of its turn.
     """
     height = _height(num_rows, high)
-    for row in range(0, num_rows, height):
+    for row in range(thread * height, num_rows, num_threads * height):
         rows = min(height, _in_steps(num_rows - row))
         transpose(x + row * words * 4, words, num_rows - row, tiles + row * words * 4, rows, words)
 
@@ -155,7 +157,9 @@ def _multiply_tiles_of(kind: int) -> Any:
     return multiply_tiles
 
 
-def _multiply_of(kind: int) -> Any:
+@functools.cache
+def multiply_of(kind: int) -> Any:
+    """Return the kernel for packed weights of a kind: BF16, FLOAT32, FLOAT32_BF16 or FLOAT32_FP16."""
     multiply_tiles, out_bytes = _multiply_tiles_of(kind), 2 if kind == BF16 else 4
 
     @compiled()
@@ -239,7 +243,7 @@ def _multiply_unpacked_of(kind: int) -> Any:
 
 
 multiply_bf16, multiply_float, multiply_float_bf16, multiply_float_fp16 = map(
-    _multiply_of, (BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16)
+    multiply_of, (BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16)
 )
 multiply_unpacked_float, multiply_unpacked_bf16, multiply_unpacked_fp16 = map(
     _multiply_unpacked_of, (FLOAT32, FLOAT32_BF16, FLOAT32_FP16)

@@ -6,11 +6,13 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 _of_thread = threading.local()
+_team = threading.Lock()
 
 
 def run_parallel(pieces: Sequence[Callable[[], None]]) -> None:
@@ -22,6 +24,15 @@ def run_parallel(pieces: Sequence[Callable[[], None]]) -> None:
     pieces[0]()
     for piece in waiting:
         piece.result()
+
+
+def run_team(pieces: Sequence[Callable[[], None]]) -> None:
+    """Run functions that wait for each other, as `run_parallel` does. Only one team runs at a time.
+
+    With two teams, some members could wait for others that find no free thread.
+    """
+    with _team if len(pieces) > 1 else nullcontext():
+        run_parallel(pieces)
 
 
 def split_range(count: int, step: int = 1) -> list[range]:

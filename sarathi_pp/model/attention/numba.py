@@ -14,9 +14,11 @@ torch's products. After 16,000 keys they take twice as long (single runs).
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -241,7 +243,7 @@ class _Tiles:
         tiles: list[tuple[int, int, int, int]] = []
         table = 0
         for span in spans:
-            height = max(min(_TILE_ROWS, _TILE_KEYS // span.end), 1)
+            height = tile_height(span.end)
             tiles += [
                 (span.first_row + row, min(height, span.num_tokens - row), span.start + row + 1, table)
                 for row in range(0, span.num_tokens, height)
@@ -249,16 +251,25 @@ class _Tiles:
             table += span.num_pages
         places, counts, ends, tables = np.array(tiles, np.int64).T.copy()
         pages = torch.cat([span.pages for span in spans]).numpy()
-        return cls(places, counts, ends, pages, tables, split_by_keys(ends * counts, torch.get_num_threads()))
+        bounds = key_bounds((ends * counts).tolist(), torch.get_num_threads())
+        pieces = tuple(range(first, end) for first, end in pairwise(bounds) if first < end)
+        return cls(places, counts, ends, pages, tables, pieces)
 
 
-def split_by_keys(keys: NDArray[np.int64], num_threads: int) -> tuple[range, ...]:
-    """Split the indices of tiles into at most num_threads ranges that read about the same number of keys each.
+def tile_height(end: int) -> int:
+    """Return the most rows of a tile in a span that sees the keys before `end`."""
+    return max(min(_TILE_ROWS, _TILE_KEYS // end), 1)
+
+
+def key_bounds(keys: Sequence[int], num_threads: int) -> list[int]:
+    """Divide tiles among threads, so that each reads about the same number of keys.
 
     Args:
         keys: number of keys that each tile reads, summed over its rows.
+
+    Returns:
+        The index of each thread's first tile, and the number of all tiles.
     """
-    total = np.cumsum(keys)
-    bounds = total[-1] * np.arange(1, num_threads) / num_threads
-    cuts = [0, *np.searchsorted(total, bounds).tolist(), len(keys)]
-    return tuple(range(first, end) for first, end in pairwise(cuts) if first < end)
+    totals = list(accumulate(keys))
+    whole = totals[-1] if totals else 0
+    return [0, *(bisect_left(totals, whole * thread / num_threads) for thread in range(1, num_threads)), len(keys)]

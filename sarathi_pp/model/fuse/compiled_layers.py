@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
+from sarathi_pp.model.fuse.float_linear import FloatLinear
 from sarathi_pp.model.fuse.packed_linear import PackedLinear
+from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.missing_layer import MissingLayer
 
 if TYPE_CHECKING:
-    from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayer, DecoderLayersCall
+    from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayer, DecoderLayersCall, Tiles
 
 
 def compile_layers(layers: nn.ModuleList) -> bool:
@@ -43,7 +46,10 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
     if not known:
         return None
     linears = attention.qkv, attention.o_proj, mlp.gate_up, mlp.down_proj
-    if any(type(linear) is not PackedLinear for linear in linears):  # in a tensor shard, some are Summed
+    kinds = {type(linear) for linear in linears}
+    if kinds not in ({PackedLinear}, {FloatLinear}):  # in a tensor shard, some are Summed
+        return None
+    if len(held := {linear.held_type for linear in linears}) != 1:
         return None
     epsilons = {norm.epsilon for norm in norms}
     if len(epsilons) != 1:
@@ -51,14 +57,14 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
     has_norms = attention.query_norm is not None
     sizes = tuple((linear.in_features, linear.out_features) for linear in linears)
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    return (*sizes, *heads, attention.scaling, *epsilons, has_norms, attention.epsilon)
+    return (*kinds, *held, *sizes, *heads, attention.scaling, *epsilons, has_norms, attention.epsilon)
 
 
 class CompiledLayers(nn.Module):
     """The layers (blocks) of a stage, which run one after the other, or in one compiled call with the same bits.
 
-    It is one call if torch computes with a single thread and attention is numba's. Only one thread at a time may call
-    this module.
+    It is one call if attention is numba's. Only one thread at a time may call this module. It computes on as many
+    threads as torch does.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
@@ -70,7 +76,7 @@ class CompiledLayers(nn.Module):
 
     def forward(self, hidden_states: Tensor, **call: Any) -> Tensor:
         paged: PagedCall = call["paged"]
-        compiled = self._compiled_call(paged) if torch.get_num_threads() == 1 else None
+        compiled = self._compiled_call(paged)
         if compiled is None:
             for block in self.blocks:
                 hidden_states = block(hidden_states, **call)
@@ -91,11 +97,13 @@ class CompiledLayers(nn.Module):
 
         from sarathi_pp.model.attention.numba import NumbaAttention
 
-        if not isinstance(paged.backend, NumbaAttention) or not paged.backend.fits_simd(paged.kv):
-            return None
         first: Any = self.blocks[0]
+        in_float = type(first.mlp.down_proj) is FloatLinear
+        if not isinstance(paged.backend, NumbaAttention) or not (in_float or paged.backend.fits_simd(paged.kv)):
+            return None
         return DecoderLayersCall(
             [_decoder_layer(block, paged) for block in self.blocks],
+            first.mlp.down_proj.held_type,
             epsilon=first.input_layernorm.epsilon,
             head_epsilon=first.self_attn.epsilon,
             scaling=first.self_attn.scaling,
@@ -105,15 +113,7 @@ class CompiledLayers(nn.Module):
         self, compiled: DecoderLayersCall, x: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: PagedCall
     ) -> Tensor:
         inputs = paged.inputs
-        chunks: list[tuple[int, int, int, int]] = []
-        decode_rows, decode_ends, decode_pages = array("q"), array("q"), array("q")
-        for start, num_tokens, first_row, first_page, _, _, prompt in inputs.spans:
-            if num_tokens > 1 or prompt:
-                chunks.append((first_row, num_tokens, start, first_page))
-            else:
-                decode_rows.append(first_row)
-                decode_ends.append(start + 1)
-                decode_pages.append(first_page)
+        chunks, tiles = _divided(inputs, in_tiles=x.dtype == torch.float32)
         attention: Any = self.blocks[0].self_attn
         return compiled(
             x,
@@ -122,10 +122,40 @@ class CompiledLayers(nn.Module):
             write_offsets=inputs.write_offsets,
             pages=inputs.pages,
             chunks=chunks,
-            decodes=(decode_rows, decode_ends, decode_pages),
-            most_high_rows=attention.qkv.most_high_rows,  # the same for all products, once they are timed
+            tiles=tiles,
+            # The same for all products, once they are timed. In float32 there are no high tiles.
+            most_high_rows=getattr(attention.qkv, "most_high_rows", 0),
             steps=paged.steps,
         )
+
+
+def _divided(inputs: StageInputs, *, in_tiles: bool) -> tuple[list[tuple[int, int, int, int]], Tiles]:
+    """Return a microbatch's spans as chunks, as DecoderLayersCall takes them, and as tiles.
+
+    Python's own arrays are filled faster than small arrays of numpy.
+
+    Args:
+        in_tiles: all rows are in tiles. Otherwise only decodes are, one per tile.
+    """
+    from sarathi_pp_kernels.cpu.decoder_layers_call import Tiles
+
+    from sarathi_pp.model.attention.numba import key_bounds, tile_height
+
+    chunks: list[tuple[int, int, int, int]] = []
+    tiles = Tiles(*(array("q") for _ in Tiles._fields))
+    for start, num_tokens, first_row, first_page, _, _, prompt in inputs.spans:
+        if not in_tiles and (num_tokens > 1 or prompt):
+            chunks.append((first_row, num_tokens, start, first_page))
+            continue
+        height = tile_height(start + num_tokens)
+        for row in range(0, num_tokens, height):
+            tiles.places.append(first_row + row)
+            tiles.counts.append(min(height, num_tokens - row))
+            tiles.ends.append(start + row + 1)
+            tiles.tables.append(first_page)
+    keys = list(map(mul, tiles.ends, tiles.counts))
+    tiles.bounds.extend(key_bounds(keys, torch.get_num_threads()))
+    return chunks, tiles
 
 
 def _decoder_layer(block: Any, paged: PagedCall) -> DecoderLayer:

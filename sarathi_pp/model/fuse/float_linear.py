@@ -70,6 +70,9 @@ class FloatLinear(nn.Module):
     Several linear layers with the same input become one layer, with their outputs next to each other. Weights of a type
     of NARROW keep it, and are widened in registers. A row's result depends on nothing but the row. The outputs are
     divided among torch's number of threads.
+
+    Attributes:
+        held_type: type of the weights in memory.
     """
 
     def __init__(self, *linears: nn.Linear) -> None:
@@ -78,6 +81,7 @@ class FloatLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         weights = [linear.weight.detach() for linear in linears]
         held = _held_type(self.in_features, *weights)
+        self.held_type = held
         self._multiply = _kernels(held).packed
         self._width = _padded(self.out_features)
         lines = self.in_features // _inputs_per_line(held)
@@ -90,6 +94,10 @@ class FloatLinear(nn.Module):
 
     def num_bytes(self) -> int:
         return self._weight.numel() * self._weight.itemsize
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the packed weight, (panels, lines, 16) int32, and the bias, (16 * panels,) float32."""
+        return self._weight, self._bias
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(x, self.in_features, self.out_features, self._multiply_part)
@@ -123,7 +131,7 @@ def _product(x: Tensor, inputs: int, outputs: int, multiply: _Multiply) -> Tenso
     out = torch.empty(gemm.padded_rows(num_rows), _padded(outputs))
     if num_rows:
         tiles = scratch_of_thread(out.shape[0] * inputs)
-        gemm.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, inputs, False)
+        gemm.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, inputs, False, 0, 1)
         pieces = split_range(out.shape[1] // _PANEL, gemm.PANELS)
         run_parallel([partial(multiply, tiles, out, num_rows, piece) for piece in pieces])
     return out[:num_rows, :outputs].view(*x.shape[:-1], outputs)

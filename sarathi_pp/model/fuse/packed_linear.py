@@ -144,11 +144,13 @@ class PackedLinear(nn.Module):
     threads.
 
     Attributes:
+        held_type: type of the weights in memory.
         most_high_rows: with up to this many rows, use gemm.py's high tiles; with more, its wide tiles. `warm_linears`
             measures the best number for this machine.
     """
 
     most_high_rows = 28
+    held_type = torch.bfloat16
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class PackedLinear(nn.Module):
         out = torch.empty(self._padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
         if num_rows:
             tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
-            self._lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high)
+            self._lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high, 0, 1)
             pieces = split_range(self.out_features // 16, 2)
             run_parallel([partial(self._multiply_part, tiles, out, num_rows, high, piece) for piece in pieces])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from sarathi_pp.model.attention import choose_backend, sdpa
-from sarathi_pp.model.attention.numba import NumbaAttention, split_by_keys
+from sarathi_pp.model.attention.numba import NumbaAttention, key_bounds
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests import thinning
@@ -371,12 +371,12 @@ def test_threads_split_the_decodes_and_change_no_bit(num_threads: int) -> None:
 
 
 def test_decodes_are_split_by_keys_and_none_is_lost() -> None:
-    ends = np.array([1000, 1, 1, 500, 500, 1])
-    assert split_by_keys(ends, 1) == (range(6),)
-    assert split_by_keys(ends, 2) == (range(2), range(2, 6))
+    ends = [1000, 1, 1, 500, 500, 1]
+    assert key_bounds(ends, 1) == [0, 6] and key_bounds(ends, 2) == [0, 2, 6]
+    assert key_bounds([], 3) == [0, 0, 0, 0]
     for num_threads in range(1, 9):
-        pieces = split_by_keys(ends, num_threads)
-        assert [row for piece in pieces for row in piece] == list(range(6)) and len(pieces) <= num_threads
+        bounds = key_bounds(ends, num_threads)
+        assert len(bounds) == num_threads + 1 and bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, 6)
 
 
 @pytest.fixture

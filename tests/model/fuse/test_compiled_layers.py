@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.compiled_layers import CompiledLayers, compile_layers
 from sarathi_pp.model.fuse.cpu_modules import Block
+from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -27,10 +29,17 @@ from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed
 from tests.model.families import FAMILIES, build_model
 
-pytestmark = [
-    pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here"),
-    pytest.mark.timeout(600),  # compiling is slow for many layers
+pytestmark = pytest.mark.timeout(600)  # compiling is slow for many layers
+_FLOAT = pytest.mark.skipif(not has_float_gemm(), reason="this processor has no AVX2, or numba is not here")
+_BF16 = pytest.mark.skipif(not has_gemm(), reason="this processor has no bfloat16 products, or numba is not here")
+# The dtype of the layers, and the type of their weights in memory.
+KINDS = [
+    pytest.param((torch.bfloat16, torch.bfloat16), marks=_BF16, id="bfloat16"),
+    pytest.param((torch.float32, torch.float32), marks=_FLOAT, id="float32"),
+    pytest.param((torch.float32, torch.bfloat16), marks=_FLOAT, id="float32-bfloat16"),
 ]
+for_all_kinds = pytest.mark.parametrize("kind", KINDS)
+Kind = tuple[torch.dtype, torch.dtype]
 CPU = torch.device("cpu")
 PAGE_SIZE, PAGES_EACH, SEQUENCES = 16, 6, 4
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
@@ -52,14 +61,18 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make(family: str, **changed: Any) -> Any:
+def make(family: str, kind: Kind, **changed: Any) -> Any:
     config = FAMILIES[family]()
     config.update(SIZES | {"attention_bias": True, "num_hidden_layers": 3} | changed)
     if family == "mistral":
         config.sliding_window = 21
-    model = build_model(family, config=config).to(torch.bfloat16).requires_grad_(False)
+    dtype, held = kind
+    model = build_model(family, config=config).to(dtype).requires_grad_(False)
     model.set_attn_implementation(PAGED)
-    fuse(model)
+    for one in model.model.layers.modules():
+        if type(one) is nn.Linear:
+            one.weight.data = one.weight.data.to(held)
+    fuse(model, dtype)
     assert all(type(layer) is Block for layer in model.model.layers)
     return model
 
@@ -70,7 +83,7 @@ def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba")
     layers = config.num_hidden_layers
     windows = layer_windows(config, SUPPORTED[type(model).__name__])
     stage = StageModel(model, (0, layers), layers, windows, choose_backend(backend, CPU, PAGE_SIZE), 0)
-    kv = KVShard((0, layers), SEQUENCES * PAGES_EACH, PAGE_SIZE, 2, config.head_dim, torch.bfloat16, CPU)
+    kv = KVShard((0, layers), SEQUENCES * PAGES_EACH, PAGE_SIZE, 2, config.head_dim, model.dtype, CPU)
     for layer in range(layers):
         kv.keys(layer).fill_(torch.nan)
         kv.values(layer).fill_(torch.nan)
@@ -94,9 +107,9 @@ def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba")
 
 
 @functools.cache
-def pair(family: str, **changed: int) -> tuple[Any, Any]:
+def pair(family: str, kind: Kind, **changed: int) -> tuple[Any, Any]:
     """Return the same model twice: with layers one by one, and with compiled layers."""
-    one_by_one, compiled = make(family, **changed), make(family, **changed)
+    one_by_one, compiled = make(family, kind, **changed), make(family, kind, **changed)
     assert compile_layers(compiled.model.layers)
     return one_by_one, compiled
 
@@ -104,10 +117,11 @@ def pair(family: str, **changed: int) -> tuple[Any, Any]:
 WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 1408}
 
 
+@for_all_kinds
 @pytest.mark.parametrize("family", LIKE_LLAMA)
-def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
+def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family, kind):
     """This includes a single leftover token, which the decodes' kernel would otherwise compute."""
-    compiled = pair(family, **WIDE)[1]
+    compiled = pair(family, kind, **WIDE)[1]
     config, length = compiled.config, PAGES_EACH * PAGE_SIZE
     windows = layer_windows(config, SUPPORTED[type(compiled).__name__])
     layers = config.num_hidden_layers
@@ -115,7 +129,7 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
     ids = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
 
     def rows(bounds: list[int]) -> Tensor:
-        kv = KVShard((0, layers), PAGES_EACH, PAGE_SIZE, 2, config.head_dim, torch.bfloat16, CPU)
+        kv = KVShard((0, layers), PAGES_EACH, PAGE_SIZE, 2, config.head_dim, kind[0], CPU)
         found = []
         for start, end in pairwise(bounds):
             spans = [Span(start, end - start, range(PAGES_EACH), prompt=True)]
@@ -128,18 +142,26 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family):
 
 
 @pytest.mark.parametrize(("family", "changed"), [*((family, {}) for family in LIKE_LLAMA), ("llama", WIDE)])
-@given(rounds)
+@for_all_kinds
+@given(rounds=rounds, threads=st.integers(1, 5))
 @settings(max_examples=25, deadline=None)
-def test_no_bit_differs_from_the_layers_one_by_one(family, changed, rounds):
-    """Heads of both widths run in one process, with rows long enough for sums in several orders."""
-    one_by_one, compiled = pair(family, **changed)
-    first, second = run(one_by_one, rounds), run(compiled, rounds)
+def test_no_bit_differs_from_the_layers_one_by_one(family, changed, kind, rounds, threads):
+    """Heads of both widths run in one process, with rows long enough for sums in several orders.
+
+    Threads divide rows, outputs, heads and tiles. With five there are fewer KV heads, and often fewer rows.
+    """
+    one_by_one, compiled = pair(family, kind, **changed)
+    torch.set_num_threads(1)
+    first = run(one_by_one, rounds)
+    torch.set_num_threads(threads)
+    second = run(compiled, rounds)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert all(bool(one.isfinite().all()) for one in first)
 
 
-def test_a_token_that_is_not_finite_stays_so_and_spoils_no_other_sequence():
-    model, tokens = pair("llama")[1], [[(0, 5), (1, 5)], [(0, 1), (1, 1)]]
+@for_all_kinds
+def test_a_token_that_is_not_finite_stays_so_and_spoils_no_other_sequence(kind):
+    model, tokens = pair("llama", kind)[1], [[(0, 5), (1, 5)], [(0, 1), (1, 1)]]
     weight = model.model.embed_tokens.weight
     before, clean = weight.clone(), run(model, tokens)
     ids = torch.randint(0, model.config.vocab_size, (10,), generator=torch.Generator().manual_seed(1))
@@ -167,24 +189,40 @@ def never_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 ROUNDS = [[(0, 20), (2, 3)], [(0, 1), (1, 9)]]
 
 
-@pytest.mark.parametrize(("threads", "backend"), [(2, "numba"), (1, "sdpa")])
-def test_several_threads_and_other_attention_go_layer_by_layer(threads, backend, never_in_one_call):
-    one_by_one, compiled = pair("llama")
-    torch.set_num_threads(threads)
-    expected, found = (run(model, ROUNDS, backend) for model in (one_by_one, compiled))
+@for_all_kinds
+def test_other_attention_goes_layer_by_layer(kind, never_in_one_call):
+    one_by_one, compiled = pair("llama", kind)
+    expected, found = (run(model, ROUNDS, "sdpa") for model in (one_by_one, compiled))
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def test_one_thread_and_our_attention_do_not(never_in_one_call):
+@for_all_kinds
+@pytest.mark.parametrize("threads", [1, 2])
+def test_our_attention_does_not(kind, threads, never_in_one_call):
+    torch.set_num_threads(threads)
     with pytest.raises(AssertionError, match="in one call"):
-        run(pair("llama")[1], ROUNDS)
+        run(pair("llama", kind)[1], ROUNDS)
 
 
-def test_layers_that_are_not_alike_are_left_alone():
-    model = make("llama")
+@for_all_kinds
+def test_two_teams_at_once_do_not_wait_for_each_other_for_ever(kind):
+    """The threads of both come from one pool, which has fewer threads than two teams need."""
+    torch.set_num_threads(4)
+    models = [make("llama", kind) for _ in range(3)]
+    assert all(compile_layers(model.model.layers) for model in models)
+    expected = run(models[0], ROUNDS)
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(5):
+            for found in pool.map(lambda model: run(model, ROUNDS), models):
+                assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@for_all_kinds
+def test_layers_that_are_not_alike_are_left_alone(kind):
+    model = make("llama", kind)
     model.model.layers[1].input_layernorm.epsilon *= 2
     assert not compile_layers(model.model.layers)
-    model = make("llama")
+    model = make("llama", kind)
     model.model.layers[2].mlp.down_proj = Summed(model.model.layers[2].mlp.down_proj, lambda summand: None)
     assert not compile_layers(model.model.layers)
     assert all(type(layer) is Block for layer in model.model.layers)
@@ -199,8 +237,9 @@ def test_layers_of_other_families_are_left_alone():
         assert not compile_layers(layers) and [type(layer) for layer in layers] == kinds
 
 
-def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
-    compiled = pair("llama")[1].model.layers[0]
+@for_all_kinds
+def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end(kind):
+    compiled = pair("llama", kind)[1].model.layers[0]
     seen: list[tuple[Tensor, dict[str, Any]]] = []
     whole = CompiledLayers.forward
 
@@ -210,13 +249,13 @@ def test_what_does_not_fit_is_refused_and_not_read_beyond_its_end():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(CompiledLayers, "forward", look)
-        run(pair("llama")[1], ROUNDS)
+        run(pair("llama", kind)[1], ROUNDS)
     x, call = seen[0]
     cos, sin = call["position_embeddings"]
     compiled(x, **call)
-    for wrong in ((cos[..., :16], sin[..., :16]), (cos.float(), sin), (cos[:, 1:], sin[:, 1:])):
+    for wrong in ((cos[..., :16], sin[..., :16]), (cos.double(), sin), (cos[:, 1:], sin[:, 1:])):
         with pytest.raises(AssertionError):
             compiled(x, **{**call, "position_embeddings": wrong})
-    for rows in (x[:, 1:], x.float(), x[..., :32]):
+    for rows in (x[:, 1:], x.double(), x[..., :32]):
         with pytest.raises(AssertionError):
             compiled(rows, **call)

@@ -11,7 +11,8 @@ rounds, one uncounted run of each commit compiles its kernels.
 The document has, for each commit, medians and extremes of its figures, and the figures of each round. Two figures
 compare a commit with the one named before it, in the same round: the ratio of tokens per second, and the share of
 requests with the same tokens. In bfloat16, another order of summation may change tokens. To see the noise, name two
-commits between which `sarathi_pp` did not change. The document is written after every round.
+commits between which `sarathi_pp` did not change. The document is written after every round. Medians, extremes and
+ratios are over the undisturbed rounds (rounds.py). Disturbed rounds are in the document too, with a mark.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 import click
 from record import ROOT, Record, spread
+from rounds import describe_rounds, disturbed_rounds, hold_undisturbed, missing_rounds
 
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench.contest import OurRun, Run, TokenIds, Work, hold
@@ -103,9 +105,12 @@ def figures_of(report: Report) -> dict[str, float]:
 def compare(commits: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the figures of each commit, in the order of the commits.
 
+    Without an undisturbed round, a commit has no medians and extremes.
+
     Args:
         runs: in the order of the rounds, with the same number of rounds for each commit.
     """
+    disturbed = disturbed_rounds(runs)
     of = {commit: [run for run in runs if run.entrant == commit] for commit in commits}
     found: list[dict[str, Any]] = []
     for before, commit in zip((None, *commits), commits, strict=False):
@@ -114,8 +119,10 @@ def compare(commits: Sequence[str], runs: Sequence[Run]) -> list[dict[str, Any]]
             for row, a, b in zip(each, of[before], of[commit], strict=True):
                 row[GAIN] = b.report["total_tokens_per_s"] / a.report["total_tokens_per_s"]
                 row[SAME] = _same(a.token_ids, b.token_ids)
-        spreads = {name: spread([row[name] for row in each]) for name in each[0]}
-        found.append({"commit": commit, **spreads, "rounds": each})
+        counted = [row for row, run in zip(each, of[commit], strict=True) if run.round not in disturbed]
+        spreads = {name: spread([row[name] for row in counted]) for name in each[0] if counted}
+        marked = [{**row, "disturbed": run.round in disturbed} for row, run in zip(each, of[commit], strict=True)]
+        found.append({"commit": commit, **spreads, "rounds": marked})
     return found
 
 
@@ -142,7 +149,7 @@ def resolve(commit: str) -> dict[str, str]:
 @click.option("--commit", "named", multiple=True, required=True, help="A commit. Give two or more, in order.")
 @click.option("--workload", default=DECODES, show_default=True)
 @click.option("--policy", default="balanced", show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True, help="Undisturbed rounds.")
 @click.option("--output", type=click.Path(path_type=Path))
 def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds: int, output: Path | None) -> None:
     subjects = {one["commit"]: one["subject"] for one in map(resolve, named)}
@@ -159,20 +166,26 @@ def main(model: Path, named: tuple[str, ...], workload: str, policy: str, rounds
         work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
         for _ in hold(work, entrants, 1):  # fill the caches for the later runs
             pass
-        for run in hold(work, entrants, rounds):
+        for run in hold_undisturbed(work, entrants, rounds):
             _say(run)
             runs.append(run)
             if len(runs) % len(commits) == 0:
                 rows = [{**row, "subject": subjects[row["commit"]]} for row in compare(commits, runs)]
                 given = {"model": str(model), "workload": workload, "policy": policy}
-                record.write(output, {**given, "rounds": run.round + 1, "commits": rows})
+                record.write(output, {**given, **describe_rounds(runs, rounds), "commits": rows})
     rows = compare(commits, runs)
     print(json.dumps([{name: row[name] for name in row if name != "rounds"} for row in rows], indent=1))
+    if (missing := missing_rounds(runs, rounds)) is not None:
+        click.echo(missing, err=True)
 
 
 def _say(run: Run) -> None:
     print(
-        run.round, run.entrant, *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()), flush=True
+        run.round,
+        run.entrant,
+        *(f"{name} {figure:.4g}" for name, figure in figures_of(run.report).items()),
+        f"stolen {run.stolen:.1%}",
+        flush=True,
     )
 
 

@@ -10,14 +10,15 @@ probabilities, or none do. There are two stages with one compute thread each. Bo
 every round, with each policy.
 
 For each work and policy the document has medians and extremes of both values. It has the ratio of their tokens per
-second in the same round, the first value over the second. It also has the share of requests that got the same tokens
-in all runs.
+second in the same round, the first value over the second. These are over the undisturbed rounds (rounds.py). The
+figures of each round follow, with a mark on disturbed ones. The document also has the share of requests that got the
+same tokens in all runs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,9 @@ from typing import Any, Self
 
 import click
 from record import Record, spread
+from rounds import describe_rounds, disturbed_rounds, hold_undisturbed, missing_rounds, undisturbed
 
-from sarathi_pp.bench.contest import OurRun, Run, Work, hold
+from sarathi_pp.bench.contest import OurRun, Run, Work
 from sarathi_pp.config import HEADS, TRANSPORTS
 from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.sim.workload import parse_workload
@@ -67,7 +69,13 @@ class Option:
         ]
 
     def compare(self, policies: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
-        """Return the figures of one work."""
+        """Return the figures of one work. Without an undisturbed round, there are no medians and extremes."""
+        same = [all(run.token_ids[index] == first for run in runs) for index, first in enumerate(runs[0].token_ids)]
+        counted = undisturbed(runs)
+        figures = self._figures(policies, counted) if counted else {}
+        return {**figures, "same tokens": sum(same) / len(same), "each round": list(_each_round(runs))}
+
+    def _figures(self, policies: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
         of = {one.label: [run for run in runs if run.entrant == one.label] for one in self.entrants(policies)}
         found: dict[str, Any] = {
             name: {key: spread([run.report[key] for run in mine]) for key in KEPT} for name, mine in of.items()
@@ -78,8 +86,18 @@ class Option:
             ]
             ratios = [one / other for one, other in zip(*pair, strict=True)]
             found[f"{policy}, {' over '.join(self.values)}"] = spread(ratios)
-        same = [all(run.token_ids[index] == first for run in runs) for index, first in enumerate(runs[0].token_ids)]
-        return {**found, "same tokens": sum(same) / len(same), "stolen": spread([run.stolen for run in runs])}
+        return {**found, "stolen": spread([run.stolen for run in runs])}
+
+
+def _each_round(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    disturbed = disturbed_rounds(runs)
+    for number in sorted({run.round for run in runs}):
+        figures = {
+            run.entrant: {**{key: run.report[key] for key in KEPT}, "stolen": run.stolen}
+            for run in runs
+            if run.round == number
+        }
+        yield {"disturbed": number in disturbed, **figures}
 
 
 PENALTIES = ("--repetition-penalty", "1.1", "--presence-penalty", "0.5", "--frequency-penalty", "0.2")
@@ -101,7 +119,7 @@ OPTIONS = {
 @click.option(
     "--work", "works", type=click.Choice(list(WORKS)), multiple=True, default=tuple(WORKS), help="[default: all]"
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Undisturbed rounds.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write after every work.")
 def main(
     model: Path, name: str, policies: tuple[str, ...], works: tuple[str, ...], rounds: int, output: Path | None
@@ -113,16 +131,18 @@ def main(
             requests = list(parse_workload(WORKS[title]).requests(vocabulary=facts.vocab_size))
             work = Work(model, facts.dtype, requests, SEQS, Path(scratch))
             runs = []
-            for run in hold(work, option.entrants(policies), rounds):
+            for run in hold_undisturbed(work, option.entrants(policies), rounds):
                 _say(run)
                 runs.append(run)
-        found[title] = option.compare(policies, runs)
-        document = record.write(output, {"model": str(model), "rounds": rounds, "works": found})
+        found[title] = {**describe_rounds(runs, rounds), **option.compare(policies, runs)}
+        document = record.write(output, {"model": str(model), "works": found})
+        if (missing := missing_rounds(runs, rounds)) is not None:
+            click.echo(f"{title}: {missing}", err=True)
     print(json.dumps(document["works"]))
 
 
 def _say(run: Run) -> None:
-    print(run.round, run.entrant, *(f"{run.report[key]:.4g}" for key in KEPT), flush=True)
+    print(run.round, run.entrant, *(f"{run.report[key]:.4g}" for key in KEPT), f"stolen {run.stolen:.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -332,14 +333,15 @@ def test_weights_of_llamas(load: Load) -> None:
     assert {name: round(size, 1) for name, size in billions.items()} == {"8b": 8.0, "70b": 70.6, "405b": 405.8}
 
 
-def run_of(commit: str, number: int, speed: float, token_ids: list[list[int]]) -> Run:
+def run_of(commit: str, number: int, speed: float, token_ids: list[list[int]], stolen: float = 0.0) -> Run:
     report = {
         "total_tokens_per_s": speed,
+        "bubble_ratio": 0.1,
         "bubble_ratio_steady": 0.05,
         "per_stage": [{"compute_s": 1.0}, {"compute_s": 2.0}],
         "causes": {"host_s": 0.1},
     }
-    return Run(commit, number, report, token_ids, busy_before=0.0, stolen=0.0, peak_bytes=0, command_s=1.0)
+    return Run(commit, number, report, token_ids, busy_before=0.0, stolen=stolen, peak_bytes=0, command_s=1.0)
 
 
 def test_a_commit_is_compared_with_the_one_before_it_in_the_same_round(load: Load) -> None:
@@ -356,6 +358,71 @@ def test_a_commit_is_compared_with_the_one_before_it_in_the_same_round(load: Loa
     assert third["tokens/s, of the one before"]["median"] == pytest.approx(0.9)
     assert [one["tokens/s"] for one in third["rounds"]] == [99.0, 54.0]
     assert (second["same tokens as the one before"]["min"], third["same tokens as the one before"]["max"]) == (1.0, 0.5)
+
+
+def rounds_of(*stolen: float) -> list[Run]:
+    """Return runs of `a` and `b`, in which the host took the given share from every second entrant to run."""
+    runs = []
+    for number, share in enumerate(stolen):
+        first, second = ("b", "a") if number % 2 else ("a", "b")
+        runs += [run_of(first, number, 100.0 + number, [[1]]), run_of(second, number, 100.0, [[1]], share)]
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("stolen", "made", "undisturbed"),
+    [
+        ([0.0, 0.02, 0.0], 2, 2),  # exactly the limit is allowed
+        ([0.0, 0.09, 0.021, 0.01, 0.0], 4, 2),
+        ([0.5, 0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.0], 6, 1),
+        ([0.5] * 8, 6, 0),
+    ],
+)
+def test_a_disturbed_round_is_replaced_by_another_one(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stolen: list[float], made: int, undisturbed: int
+) -> None:
+    rounds = load("rounds")
+    limits: list[int] = []
+
+    def hold(work: Work, entrants: tuple[str, ...], most: int) -> Iterator[Run]:
+        limits.append(most)
+        yield from rounds_of(*stolen[:most])
+
+    monkeypatch.setattr(rounds, "hold", hold)
+    work = Work(tmp_path, "bfloat16", (), 1, tmp_path)
+    runs = list(rounds.hold_undisturbed(work, ("a", "b"), 2))
+    assert limits == [6]
+    assert [run.round for run in runs] == [number for number in range(made) for _ in "ab"]
+    described = rounds.describe_rounds(runs, 2)
+    assert described == {"rounds": made, "undisturbed rounds": undisturbed, "wanted rounds": 2, "most stolen": 0.02}
+    missing = rounds.missing_rounds(runs, 2)
+    if undisturbed == 2:
+        assert missing is None
+    else:
+        assert f"Only {undisturbed} of 2 wanted rounds" in missing
+        assert f"In {made - undisturbed} other rounds, the host took more than 2%" in missing
+
+
+def test_figures_of_a_disturbed_round_are_kept_but_do_not_count(load: Load) -> None:
+    runs = rounds_of(0.0, 0.5, 0.01)
+    first, second = load("measure_commits").compare(("a", "b"), runs)
+    assert [row["disturbed"] for row in second["rounds"]] == [False, True, False]
+    assert [row["tokens/s"] for row in second["rounds"]] == [100.0, 101.0, 100.0]
+    assert first["tokens/s"] == {"median": 101.0, "min": 100.0, "max": 102.0}
+    assert second["tokens/s"] == {"median": 100.0, "min": 100.0, "max": 100.0}
+    assert second["tokens/s, of the one before"]["min"] == pytest.approx(100 / 102)
+    assert second["tokens/s, of the one before"]["max"] == 1.0
+    nothing = load("measure_commits").compare(("a", "b"), rounds_of(0.5))
+    assert [set(row) for row in nothing] == [{"commit", "rounds"}] * 2
+
+    choice = load("measure_option").Option("head", {"a": (), "b": ()})
+    runs = [replace(run, entrant=choice.label("orca", run.entrant)) for run in runs]
+    found = choice.compare(("orca",), runs)
+    assert found["orca, a over b"] == {"median": pytest.approx(1.01), "min": 1.0, "max": pytest.approx(1.02)}
+    assert found["stolen"]["max"] == 0.01
+    assert [one["disturbed"] for one in found["each round"]] == [False, True, False]
+    assert found["each round"][1]["orca, head a"]["stolen"] == 0.5
+    assert set(choice.compare(("orca",), runs[2:4])) == {"same tokens", "each round"}
 
 
 def test_a_commit_s_own_code_runs_and_none_that_is_not_there(

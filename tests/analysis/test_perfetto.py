@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sarathi_pp.analysis.perfetto import chrome_events, write_chrome_trace
 from sarathi_pp.analysis.stage_states import idle_spans
 from sarathi_pp.analysis.timeline import Timeline
+from sarathi_pp.core.request_index import NEXT_CHOICE
 from sarathi_pp.trace.events import (
     Compute,
     Event,
@@ -245,6 +246,27 @@ def test_requests_and_their_phases() -> None:
         (-0.25, "unfinished"),
         (-0.25, "unfinished"),
     ]
+
+
+def test_each_choice_of_a_request_has_its_name_and_its_own_slices() -> None:
+    second = 3 + NEXT_CHOICE
+    issued = [
+        Issued(0, 1.0, "m0[s3:0+8]", 8, 0, 0, 32.0, 1, 8),
+        Issued(1, 1.5, "m1[s3/1.2:0+8 | d s3:8]", 8, 1, 9, 32.0, 2, 16),
+    ]
+    trace: list[Event] = [start(0, 1), RequestArrived(3, 0.75, 8), RequestArrived(second, 0.75, 8), *issued]
+    trace += [Compute(0, 1.0, 1.0, 1.25, 1.5), Compute(1, 1.5, 1.5, 1.75, 2.0), Returned(0, 1.5), Returned(1, 2.0)]
+    trace += [
+        RequestFinished(index, 0.75, at_s, at_s + 0.5, 2.5, 8, 1, "length") for index, at_s in ((3, 1.0), (second, 1.5))
+    ]
+    events = events_of([trace])
+    names = [(e["name"], e["id"], e["args"]["request"]) for e in phase(events, "b")]
+    phases = ("request", "waiting", "prompt", "output")
+    assert names == [(name, index, shown) for index, shown in ((3, "3"), (second, "3/1")) for name in phases]
+    texts = [event["args"]["text"] for event in phase(events, "X") if event["cat"] == "microbatch" and event["args"]]
+    assert texts == ["m0[s3:0+8]", "m1[s3/1.2:0+8 | d s3:8]"] * 2  # issued, computed
+    counted = [(e["ts"] / 1e6, *e["args"].values()) for e in phase(events, "C") if e["name"] == "requests"]
+    assert counted == [(0.0, 1, 0), (0.0, 2, 0), (0.0, 1, 1), (0.5, 0, 2), (1.5, 0, 1), (1.5, 0, 0)]
 
 
 def test_counters() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sarathi_pp.core.plan import Chunk, MicroBatch
+from sarathi_pp.core.request_index import NEXT_CHOICE
 from sarathi_pp.errors import InputError
 from sarathi_pp.trace.events import KINDS, SCHEMA, Compute, Event, Issued, SendWait, decode, encode
 from tests.analysis.schedules import start
@@ -111,3 +112,12 @@ def test_issued_holds_the_counts_of_its_microbatch() -> None:
     assert event.text == "m7[s3:256+128 s4.1:0+16 | d s1:300]"
     assert (event.at_s, event.num_tokens, event.num_chunks) == (1.5, 145, 2)
     assert (event.decode_context, event.prefill_attention) == (301, 128 * 256 + 8192 + 128)
+
+
+def test_issued_names_the_sequences_of_further_choices() -> None:
+    second, third = 3 + NEXT_CHOICE, 11 + 12 * NEXT_CHOICE
+    chunks = (Chunk(3, 0, 0, 16), Chunk(second, 2, 16, 8), Chunk(1, 0, 9, 1, decode=True))
+    event = Issued.of(MicroBatch(7, (*chunks, Chunk(third, 0, 300, 1, decode=True))), pages_used=9, tokens_held=130)
+    assert event.text == "m7[s3:0+16 s3/1.2:16+8 | d s1:9 s11/12:300]"
+    assert event.sequences == [3, second, 1, third]
+    assert decode(encode(event)) == event

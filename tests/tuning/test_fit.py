@@ -12,7 +12,8 @@ from scipy.optimize import nnls
 
 from sarathi_pp.analysis.event_columns import Log
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
-from sarathi_pp.trace.events import Issued
+from sarathi_pp.core.request_index import NEXT_CHOICE
+from sarathi_pp.trace.events import Issued, RequestArrived
 from sarathi_pp.tuning.fit import Spans, _fit_edge, _Transfers, assess, fit_cost, fit_spans
 from tests.analysis.test_causes import Run
 
@@ -151,6 +152,19 @@ def test_rows_that_sample_are_read_off_the_schedule() -> None:
     )
     timeline.issued = Log(Issued, issued)
     assert Spans.of(timeline).sampled.tolist() == [1, 1, 1]
+
+
+def test_the_prompt_of_another_choice_ends_by_its_own_name() -> None:
+    """A request's second choice has an index of its own. Here it also has another length than the first."""
+    timeline = Run(some_loads(4, 16), model(1), 3).timeline()
+    texts = ["m0[s1/1:0+10 s1:0+4]", "m1[s1/1.2:10+2 s1:4+6]", "m2[s1/1:0+12 | d s1:10]", "m3[s2/1:0+10 s11:0+12]"]
+    issued = (
+        replace(event, text=text, decodes=text.count("d")) for event, text in zip(timeline.issued, texts, strict=True)
+    )
+    timeline.issued = Log(Issued, issued)
+    arrived = (RequestArrived(index, 0.0, length) for index, length in ((1, 10), (2, 10), (1 + NEXT_CHOICE, 12)))
+    timeline.arrived = Log(RequestArrived, arrived)
+    assert Spans.of(timeline).sampled.tolist() == [0, 2, 2, 0]
 
 
 def test_the_error_is_that_of_each_stage() -> None:

@@ -161,11 +161,10 @@ class LLM:
         if self._env.rank != 0:
             return None
         rank.checked.run_dir.write_run(rank.describe())
-        tokenizer = rank.checked.tokenizer()
-        driver = rank.driver(tokenizer, self._terminal)
-        maker = rank.request_maker(tokenizer, self._terminal)
+        driver = rank.driver(self._terminal)
+        maker = rank.request_maker(self._terminal)
         self._thread.call(partial(_compute_here, torch.get_num_threads(), rank.device))
-        return _Answering(tokenizer, driver, maker)
+        return _Answering(rank.tokenizer, driver, maker)
 
     def generate(
         self,

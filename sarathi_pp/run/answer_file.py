@@ -28,17 +28,16 @@ def answer_file(options: BatchOptions, rank: Rank, display: Display, signals: Si
     Returns:
         Facts for the report: the numbers of resumed and of written lines, and the signal that stopped the run.
     """
-    checked, run, clock = rank.checked, rank.run, SystemClock()
-    tokenizer = checked.tokenizer()
-    maker = rank.request_maker(tokenizer, display)
+    run, clock = rank.run, SystemClock()
+    maker = rank.request_maker(display)
     with (
         _opened_output(options, rank, signals) as journal,
-        closing(FileSink(journal, tokenizer=tokenizer, clock=clock, model=run.model)) as sink,
+        closing(FileSink(journal, tokenizer=rank.tokenizer, clock=clock, model=run.model)) as sink,
         closing(_open_source(options, rank, maker, journal)) as source,
         display.progress(run.num_stages * run.replicas, count_total(options), journal.done.num_rows) as listener,
     ):
         notice = StopNotice(listener, display)
-        with rank.driving(tokenizer, notice) as driver:
+        with rank.driving(notice) as driver:
             signals.announce(notice)
             try:
                 asked = driver.run(source, sink, signals)

@@ -35,6 +35,7 @@ from sarathi_pp.run.setup import (
     Pipeline,
     agree_on_run,
     load_stage,
+    load_tokenizer,
     make_stage,
     open_pipeline,
     open_trace,
@@ -61,6 +62,7 @@ class Rank:
         loaded: LoadedStage,
         run: ResolvedRun,
         stage: Stage,
+        tokenizer: Tokenizer | None,
         trace: OpenTrace,
         pipeline: Pipeline,
     ) -> None:
@@ -73,42 +75,41 @@ class Rank:
         self._start = start
         self._loaded = loaded
         self._stage = stage
+        self._tokenizer = tokenizer
         self._trace = trace
         self._pipeline = pipeline
         self._dispatcher: Dispatcher | None = None
         self._lost: dict[int, SarathiError] = {}
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. Only the leaders of replicas have it."""
+        assert self._tokenizer is not None, "this rank leads no replica"
+        return self._tokenizer
+
     @contextmanager
-    def driving(
-        self,
-        tokenizer: Tokenizer,
-        listener: RunListener,
-    ) -> Iterator[Driver]:
+    def driving(self, listener: RunListener) -> Iterator[Driver]:
         """Yield the driver that answers input lines, on rank 0. After the block, end all stages.
 
         After an error in the block, the watchdog does nothing more. This thread ends the run itself, however long its
         last writes take.
         """
         try:
-            driver = self.driver(tokenizer, listener)
+            driver = self.driver(listener)
             yield driver
             driver.close()
         except BaseException:
             self._member.watchdog.dismiss()
             raise
 
-    def driver(
-        self,
-        tokenizer: Tokenizer,
-        listener: RunListener,
-    ) -> Driver:
+    def driver(self, listener: RunListener) -> Driver:
         """Return rank 0's driver: the engine of the only pipeline, or the dispatcher of several replicas."""
         mesh = self._member.mesh
         if mesh.replicas == 1:
-            return self._engine(tokenizer, listener)
+            return self._engine(listener)
         progress = ReplicaProgress(mesh.replicas, mesh.stages, listener)
         self._dispatcher = Dispatcher(
-            self._engine(tokenizer, progress.of_replica(0)),
+            self._engine(progress.of_replica(0)),
             self._pipeline.remotes,
             most_held(self.run.max_num_seqs),
             most_held_tokens(self.run.num_pages * self.run.page_size),
@@ -117,9 +118,9 @@ class Rank:
         )
         return self._dispatcher
 
-    def request_maker(self, tokenizer: Tokenizer, console: Warner) -> RequestMaker:
+    def request_maker(self, console: Warner) -> RequestMaker:
         """Return the maker of requests from input lines. Warn if the KV cache is small, or outputs may not end."""
-        checked, run = self.checked, self.run
+        checked, run, tokenizer = self.checked, self.run, self.tokenizer
         limits = PromptLimits(run.max_model_len, run.num_pages, run.page_size, checked.facts.vocab_size)
         for doubt in (limits.small_kv_cache(), tokenizer.end_token_doubt(checked.defaults.source)):
             if doubt is not None:
@@ -135,16 +136,16 @@ class Rank:
         The leader (first rank) of another replica drives that replica instead.
         """
         if self.coordinate.leads:
-            self._lead(self.checked.tokenizer())
+            self._lead()
         else:
             self._pipeline.runner.serve(self._pipeline.upstream)
 
-    def _lead(self, tokenizer: Tokenizer) -> None:
+    def _lead(self) -> None:
         """On the leader of another replica, answer the requests that rank 0 sends."""
         (rank0,) = self._pipeline.remotes
         source = RemoteSource(rank0.incoming, self._member.clock, self._trace.offset.offset_s)
         sink = RemoteSink(rank0.outgoing)
-        engine = self._engine(tokenizer, sink)
+        engine = self._engine(sink)
         aborted = True
         while aborted:
             try:
@@ -155,11 +156,7 @@ class Rank:
         engine.close()
         sink.close()
 
-    def _engine(
-        self,
-        tokenizer: Tokenizer,
-        listener: RunListener,
-    ) -> Engine:
+    def _engine(self, listener: RunListener) -> Engine:
         """Return the engine of this leader's pipeline, which reports its progress to the listener."""
         run = self.run
         policy = parse_policy(run.policy)
@@ -171,7 +168,7 @@ class Rank:
             self._trace.recorder,
             self._member.clock,
             eos_token_ids=self.checked.defaults.eos_token_ids,
-            stop_checkers=tokenizer.stop_checker,
+            stop_checkers=self.tokenizer.stop_checker,
             listener=listener,
             cost=self._known_cost() if policy.kind.wants_cost else None,
             heads=HeadPlacement(self._known_cost()) if run.moves_head else None,
@@ -328,6 +325,7 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
     loaded = load_stage(member, start)
     run = agree_on_run(member, loaded)
     stage = make_stage(member, start, loaded, run)
+    tokenizer = load_tokenizer(member)
     trace = open_trace(member, start, loaded, run)
     try:
         pipeline = open_pipeline(member, start, loaded, run, stage, trace)
@@ -335,7 +333,7 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
     except BaseException:
         trace.abandon()
         raise
-    return Rank(member, start, loaded, run, stage, trace, pipeline)
+    return Rank(member, start, loaded, run, stage, tokenizer, trace, pipeline)
 
 
 def _peak_rss_bytes() -> int:

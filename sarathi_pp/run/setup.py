@@ -4,6 +4,7 @@
     load_stage       choose kernels, read this stage's layers, count KV pages
     agree_on_run     resolve the run, the same on every rank
     make_stage       allocate memory for KV pages, compile kernels
+    load_tokenizer   load the tokenizer on leaders, the first rank of every replica
     open_trace       open this rank's trace, measure its clock's offset
     open_pipeline    open the edges (connections to other ranks), and connect the stage to them
 
@@ -46,6 +47,7 @@ from sarathi_pp.stages.emulated_stage import EmulatedStages, over_link
 from sarathi_pp.stages.memory_demand import Demand, require_room, room_for, sharers_of
 from sarathi_pp.stages.runner import StageRunner
 from sarathi_pp.stages.stage import Stage, StageMaker
+from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.trace.events import TraceStart
 from sarathi_pp.trace.recorder import Recorder
@@ -299,6 +301,20 @@ def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
         if start.prepares_grammars:
             stage.prepare_grammars()
     return stage
+
+
+def load_tokenizer(member: Member) -> Tokenizer | None:
+    """Load the model's tokenizer on the leader of each replica. Return None on other ranks.
+
+    The library keeps the interpreter's lock while it reads, so the rank sends no heartbeats. After the set-up, that
+    silence would have to be shorter than --peer-timeout.
+
+    Raises:
+        InputError, UnsafeError: the tokenizer cannot be loaded.
+    """
+    with member.agreement.step("loading the tokenizer"):
+        tokenizer = member.checked.tokenizer() if member.coordinate.leads else None
+    return tokenizer
 
 
 def open_trace(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> OpenTrace:

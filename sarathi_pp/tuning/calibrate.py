@@ -36,7 +36,6 @@ from sarathi_pp.run.joining import joined, ready
 from sarathi_pp.run.preflight import Preflight, open_model
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.capacity import limits_of
-from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.trace.recorder import read_trace
 from sarathi_pp.tuning.measure import Measurement, measure
@@ -95,13 +94,13 @@ def calibration_config(config: RunConfig) -> RunConfig:
 
 
 def _answer(rank: Rank, display: Display) -> None:
-    """Run the requests of the timetable on rank 0. Their prompts are token ids, so no tokenizer is needed."""
+    """Run the requests of the timetable on rank 0. Their prompts are token ids."""
     run, facts = rank.run, rank.checked.facts
     rank.checked.run_dir.begin(rank.describe())
     rows = _rows(run, facts)
     with (
         display.progress(run.num_stages, len(rows)) as listener,
-        rank.driving(Tokenizer(None, vocab_size=facts.vocab_size), listener) as driver,
+        rank.driving(listener) as driver,
     ):
         driver.run(MemorySource(rows), _Discard())
 

@@ -64,7 +64,7 @@ def answer(case: dict[str, Any], plane: ControlPlane) -> list[list[int]]:
             Row(index + 1, index, "own", Request(index, tuple(prompt), params, clock.now()))
             for index, prompt in enumerate(case["prompts"])
         ]
-        engine = rank.driver(checked.tokenizer(), IgnoreReports())
+        engine = rank.driver(IgnoreReports())
         engine.run(ListSource(rows), sink)
         engine.close()
     finished = rank.finish()

@@ -42,7 +42,7 @@ def first_cost(
     checked = Preflight(config, here, emulated, facts, GenerationDefaults(), run_dir)
     member = Member(checked, plane, Watchdog(None), SystemClock())
     rank = set_up(member, agree_on_start(member))
-    rank.driver(checked.tokenizer(), IgnoreReports())
+    rank.driver(IgnoreReports())
     rank.abandon()
     plane.leave()
     (cost,) = told

@@ -78,6 +78,18 @@ def test_a_report_is_shown_once_the_run_has_left_the_other_ranks(
     assert order == ["fold", "leave", "close", "show"]
 
 
+def test_the_tokenizer_is_loaded_before_the_edges_have_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is silent while it loads. After the set-up, this would count against --peer-timeout."""
+    order = []
+    for owner, name in ((Preflight, "tokenizer"), (rank_module, "open_pipeline"), (ControlPlane, "end_set_up")):
+        work = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, _work=work, _name=name: (order.append(_name), _work(*args))[1])
+    assert answer_one(tmp_path, monkeypatch) == 0
+    assert order == ["tokenizer", "open_pipeline", "end_set_up"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_report_is_shown_changes_nothing_about_the_run(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

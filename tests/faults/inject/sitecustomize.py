@@ -10,6 +10,7 @@ stage: the stage that fails. step: number of its microbatch, counted from 0. The
     full          the host's memory has only that number of bytes free
     versions      the stage reports another release
     vocabulary    reading the vocabulary for grammars keeps the interpreter's lock for `step` milliseconds
+    tokenizer     loading the tokenizer keeps that lock for `step` milliseconds
 
 With stage=* every rank may be silent for a second in set-up. Then `slow` makes the ranks take turns to compute for
 `step` milliseconds longer in each phase of set-up; `stop` makes rank 1 stop itself in phase number `step`. The package
@@ -27,7 +28,12 @@ from contextlib import contextmanager
 FAULT = os.environ.get("SARATHI_PP_TEST_FAULT", "")
 # Imported before any rank has joined.
 DISTURBED = {what: "sarathi_pp.distributed.control_plane" for what in ("slow", "stop")}
-TARGETS = {**DISTURBED, "vocabulary": "sarathi_pp.drawing.grammar"}
+# The function that keeps the interpreter's lock, by the fault.
+HOLDERS = {
+    "vocabulary": ("sarathi_pp.drawing.grammar", "_vocabulary"),
+    "tokenizer": ("sarathi_pp.text.tokenizer_backend", "_load"),
+}
+TARGETS = {**DISTURBED, **{what: module for what, (module, _) in HOLDERS.items()}}
 TARGET = TARGETS.get(FAULT.rpartition(":")[2], "sarathi_pp.stages.model_stage")
 PATIENCE_S = 1.0
 
@@ -106,17 +112,17 @@ def leave_free(num_bytes, stage):
     capacity.memory_pools = pools
 
 
-def hold_lock(module, stage, milliseconds):
+def hold_lock(module, name, stage, milliseconds):
     import ctypes
 
-    read = module._vocabulary
+    function = vars(module)[name]
 
-    def read_slowly(backend):
+    def slow(*arguments):
         if is_chosen(stage):
             ctypes.PyDLL(None).usleep(milliseconds * 1000)  # a PyDLL keeps the lock, as the library does
-        return read(backend)
+        return function(*arguments)
 
-    module._vocabulary = read_slowly
+    setattr(module, name, slow)
 
 
 def fail_in_microbatch(module, stage, step, what):
@@ -148,8 +154,8 @@ def spoil(module, stage, step, what):
         stall_loading(module, stage)
     elif what == "full":
         leave_free(step, stage)
-    elif what == "vocabulary":
-        hold_lock(module, stage, step)
+    elif what in HOLDERS:
+        hold_lock(module, HOLDERS[what][1], stage, step)
     else:
         fail_in_microbatch(module, stage, step, what)
 

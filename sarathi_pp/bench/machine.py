@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
-from torch.nn import functional
 
+from sarathi_pp.model.fuse.packed_linear import packed_class, product_name
 from sarathi_pp.process.host import usable_cpus
 from sarathi_pp.trace.clock import SystemClock
 
 # Sizes of a matrix product that is large enough for the best rate, and of an array that is too large for any cache.
-_ROWS, _WIDTH = 1024, 2048
+_ROWS, _WIDTH, _OUTPUTS = 1024, 2048, 4096
 _ARRAY_BYTES = 1 << 29
 _MEASURE_S = 1.0
 # The machine is quiet if other processes take less than this share of the cores.
@@ -27,38 +28,53 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """The rates of all usable cores together.
+    """The rates of all usable cores together. Each is the best one over all ways that exist here.
 
     Attributes:
         cores: number of cores that this process may use.
-        dtype: dtype of the matrix products, by torch's name.
-        flops: floating-point operations per second of large matrix products.
+        product: name of the fastest matrix product, such as "numba float32".
+        flops: its floating-point operations per second, with large matrices.
         bytes_per_s: rate of reading memory.
+        products: the rates of all products, by name.
     """
 
     cores: int
-    dtype: str
+    product: str
     flops: float
     bytes_per_s: float
+    products: Mapping[str, float]
 
 
-def measure_rates(dtype: str) -> MachineRates:
+def measure_rates(weights: str) -> MachineRates:
     """Measure the rates of the cores that this process may use. Each rate is the best one of a second of repeats.
 
     Args:
-        dtype: dtype of the matrix products, by torch's name.
+        weights: type of the weights, by torch's name. A narrower type than float32 may also be computed in float32.
     """
     cores, before = usable_cpus(), torch.get_num_threads()
-    element: torch.dtype = getattr(torch, dtype)
     torch.set_num_threads(cores)
     try:
-        rows, weight = torch.randn(_ROWS, _WIDTH).to(element), torch.randn(_WIDTH, _WIDTH).to(element)
-        product_s = _least_s(lambda: functional.linear(rows, weight))
+        operations = 2 * _ROWS * _WIDTH * _OUTPUTS
+        with torch.inference_mode():
+            products = {name: operations / _least_s(call) for name, call in _products(weights)}
         array = torch.ones(_ARRAY_BYTES // 4)
         read_s = _least_s(array.sum)
     finally:
         torch.set_num_threads(before)
-    return MachineRates(cores, dtype, 2 * _ROWS * _WIDTH**2 / product_s, _ARRAY_BYTES / read_s)
+    fastest = max(products, key=products.__getitem__)
+    return MachineRates(cores, fastest, products[fastest], _ARRAY_BYTES / read_s, products)
+
+
+def _products(weights: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield each matrix product that can compute with weights of a type: its name, and a call of it."""
+    for compute in ("float32",) if weights == "float32" else (weights, "float32"):
+        element: torch.dtype = getattr(torch, compute)
+        rows = torch.randn(_ROWS, _WIDTH).to(element)
+        linear = torch.nn.Linear(_WIDTH, _OUTPUTS, bias=False, dtype=element)
+        yield f"torch {compute}", partial(linear, rows)
+        linear.weight.data = linear.weight.data.to(getattr(torch, weights))
+        if (packed := packed_class(linear, element)) is not None:
+            yield f"{product_name(element, rows.device)} {compute}", partial(packed(linear), rows)
 
 
 def _least_s(call: Callable[[], object]) -> float:

@@ -75,8 +75,8 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
     with activity.phase("waiting until the machine is quiet"):
         wait_until_quiet()
     with activity.phase("measuring the machine's rates"):
-        rates = measure_rates(dtypes.compute)
-    floor = _floor(directory, facts, workload, rates, dtypes)
+        rates = measure_rates(dtypes.weights)
+    floor = _floor(directory, facts, workload, rates, dtypes.weights)
     told = {
         "model": setting.model,
         "workload": workload.spec,
@@ -124,8 +124,9 @@ def _entrants(setting: Setting) -> Iterator[Entrant]:
         yield PeerRun(choice, setting.peers_dir)
 
 
-def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: MachineRates, dtypes: Dtypes) -> Floor:
+def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: MachineRates, weights: str) -> Floor:
+    """Return the floor at the best rates. Keys and values count as if they had the type of the weights."""
     speed = DeviceSpeed(dict.fromkeys((2, 4), rates.flops), rates.bytes_per_s, tile=1, layer_s=0.0, attention_share=1.0)
-    whole = [(0, facts.num_layers)]
+    whole, dtypes = [(0, facts.num_layers)], Dtypes(weights, weights)
     cost = estimated_cost(directory, facts, whole, dtypes=dtypes, device="cpu", page_size=1, speed=speed)
     return Floor.of(cost, workload.lengths())

@@ -47,10 +47,10 @@ _COLUMNS = (
 def render_contest(document: Mapping[str, Any]) -> Table:
     """Return the document of `bench/contest_report.py` as a table. It fits 80 columns."""
     machine = document["machine"]
+    rates = f"{machine['flops'] / 1e9:.0f} GFLOP/s ({machine['product']}) and {machine['bytes_per_s'] / 1e9:.0f} GB/s"
     title = (
         f"{document['workload']}\n{document['rounds']} rounds; the floor, {document['floor_tokens_per_s']:.0f} "
-        f"tokens/s, is that of {machine['cores']} cores with {machine['flops'] / 1e9:.0f} GFLOP/s and "
-        f"{machine['bytes_per_s'] / 1e9:.0f} GB/s"
+        f"tokens/s, is that of {machine['cores']} cores with {rates}"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.caption_justify = "left"

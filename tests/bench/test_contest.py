@@ -20,6 +20,7 @@ from sarathi_pp.bench.footprint import Footprint
 from sarathi_pp.bench.machine import measure_rates, stolen
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.errors import SarathiError
+from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.sim.workload import parse_workload
 from tests.machine import patient
 
@@ -158,8 +159,15 @@ def test_memory_of_children_counts_and_shared_pages_count_once() -> None:
 
 def test_rates_are_those_of_this_machine() -> None:
     """No exact figure can be asserted; but no core multiplies at 10 TFLOP/s, and none reads slower than a disk."""
-    rates = measure_rates("float32")
+    rates = measure_rates("bfloat16")
     assert rates.cores >= 1 and 1e8 < rates.flops < 1e13 * rates.cores and 1e8 < rates.bytes_per_s < 1e13
+    assert rates.flops == max(rates.products.values()) == rates.products[rates.product]
+    assert {"torch bfloat16", "torch float32"} <= rates.products.keys()
+    assert has_float_gemm() == ("numba float32" in rates.products)
+
+
+def test_a_floor_in_float32_has_no_product_that_rounds() -> None:
+    assert all(name.endswith("float32") for name in measure_rates("float32").products)
 
 
 def test_stolen_is_a_share() -> None:

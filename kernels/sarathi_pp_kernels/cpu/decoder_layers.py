@@ -75,7 +75,7 @@ class Microbatch(NamedTuple):
         pages: page ids of all sequences, one sequence after the other.
         places: index of the first row of each tile. In bfloat16, a tile is a decode, and other rows are in chunks. In
             float32, all rows are in tiles.
-        counts: number of rows of each tile.
+        counts: number of rows per tile.
         ends: number of keys that the first row of each tile sees.
         tables: index in `pages` of each tile's first page id.
         bounds: (num_threads + 1,), index of each thread's first tile, and the number of all tiles.

@@ -18,7 +18,7 @@ There are two kinds of tiles. Their heights follow from the number of registers 
 
                             AVX512                    AVX2                    AArch64
     high (only bfloat16)    28 rows by one panel      -                       6 rows by one panel
-    wide                    12 rows by two panels     6 rows by one panel     6 rows by one panel
+    wide                    12 rows by two panels     6 rows by one panel     4 rows by one panel
 
 With few rows, a product takes little more than the reading of the weight. So in high tiles, all rows are computed while
 a panel is read once, and lines are prefetched well ahead. Wide tiles need fewer loads for each product.
@@ -65,10 +65,10 @@ from sarathi_pp_kernels.cpu.simd.target import target
 from sarathi_pp_kernels.cpu.simd.transpose import transpose
 
 ROW_STEP = 2
-# Number of panels of a wide tile, and the most rows of wide and of high tiles. The sums of a wide tile take three
-# quarters of the registers, and those of a high one all but four.
+# Number of panels of a wide tile, and the most rows of wide and of high tiles. The sums of a high tile take all
+# registers but four.
 PANELS = 2 if target().lanes == 16 else 1
-_WIDE_ROWS = target().most_rows(target().num_registers * 3 // 4, PANELS)
+_WIDE_ROWS = target().most_rows(target().num_sums, PANELS)
 _HIGH_ROWS = target().most_rows(target().num_registers - 4, 1)
 # Bytes ahead at which lines are prefetched if there is only one tile. Then memory takes longer than the products.
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096

@@ -2,7 +2,7 @@
 
 One pass replaces several operations, each of which would read and write memory. Values are float32 within a step. In
 bfloat16, which needs AVX512-BF16, they are rounded at the points at which the model's own operations round. In float32,
-which needs AVX2 or AVX512, every operation is computed as it is written. So all processors give the same bits.
+which needs AVX2, AVX512 or AArch64, every operation is computed as it is written. So all processors give the same bits.
 
 Arrays are given by address, and have the dtype of the kernels unless a docstring names another type. Widths are
 multiples of 16. `scratch` is memory for one row of float32.

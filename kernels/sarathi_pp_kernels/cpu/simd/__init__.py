@@ -1,12 +1,13 @@
-"""SIMD for numba: 512-bit registers of sixteen float32 (lanes), multiplied in pairs of bfloat16.
+"""SIMD for numba: lines of sixteen float32 (lanes), or of sixteen pairs of bfloat16 that are multiplied together.
 
 numba has neither bfloat16 nor an instruction that multiplies it. These modules have functions for such instructions,
 and for the loads and stores around them. Kernels in plain numba call them. All addresses are integers, in bytes, as
 from `Tensor.data_ptr()`: passing an array costs more time than a small kernel takes. A *literal* is an argument that
 must be a constant at compile time.
 
-A *pair* is two neighbouring bfloat16 in one 32-bit word. A *line* is 64 bytes: sixteen words, which fill a register. A
-*panel* is the matrix with which a row of pairs is multiplied. It is sixteen outputs wide, with one line for each pair:
+A *pair* is two neighbouring bfloat16 in one 32-bit word. A *line* is 64 bytes: sixteen words. It fills one register
+with AVX512, two with AVX2 and four on AArch64. A *panel* is the matrix with which a row of pairs is multiplied. It is
+sixteen outputs wide, with one line for each pair:
 
     panel   word[k][lane] = (w[lane][2k], w[lane][2k + 1])          one lane for each of 16 outputs
 

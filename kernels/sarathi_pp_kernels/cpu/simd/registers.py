@@ -12,7 +12,10 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-# Number of float32 values of a register. A lane is the place of one of them.
+from sarathi_pp_kernels.cpu.simd.target import target
+
+# Number of float32 values of a line. A lane is the place of one of them. LLVM divides a line among the registers that a
+# processor has (target.py).
 LANES = 16
 
 
@@ -92,7 +95,7 @@ def spread(builder: Any, value: Any) -> Any:
 
 def to_bf16(builder: Any, values: Any) -> Any:
     """Round sixteen float32 to the nearest bfloat16."""
-    return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", HALVES, [values])
+    return builder.fptrunc(values, HALVES)
 
 
 def to_float(builder: Any, halves: Any) -> Any:
@@ -120,7 +123,30 @@ def fma(builder: Any, factor: Any, other: Any, added: Any) -> Any:
 
 
 def dot(builder: Any, held: Any, left: Any, right: Any) -> Any:
-    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [held, left, right])
+    """Add the products of sixteen pairs of bfloat16 to `held`, one pair per lane, a register at a time."""
+    lanes, instruction = target().lanes, target().dot
+    assert instruction, "this processor has no instruction for pairs of bfloat16"
+    parts = []
+    for first in range(0, LANES, lanes):
+        operands = [_part(builder, held, first, lanes)]
+        operands += [_part(builder, pairs, 2 * first, 2 * lanes) for pairs in (left, right)]
+        parts.append(call(builder, instruction, operands[0].type, operands))
+    while len(parts) > 1:
+        parts = [_joined(builder, *two) for two in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _part(builder: Any, values: Any, first: int, count: int) -> Any:
+    """Return the lanes [first, first + count) of a vector."""
+    if count == values.type.count:
+        return values
+    lanes = ir.Constant(ir.VectorType(I32, count), list(range(first, first + count)))
+    return builder.shuffle_vector(values, ir.Constant(values.type, ir.Undefined), lanes)
+
+
+def _joined(builder: Any, first: Any, second: Any) -> Any:
+    lanes = 2 * first.type.count
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
 
 
 def load_line(builder: Any, address: Any, line: Any) -> Any:

@@ -1,0 +1,82 @@
+"""The machine code of the matrix products for AArch64, which no test runs: only SIMD instructions, all in registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numba")
+
+import llvmlite.binding as llvm
+
+ROOT = Path(__file__).parents[3]
+TRIPLE = "aarch64-unknown-linux-gnu"
+CORES = {"neoverse-n1": "+neon", "neoverse-v2": "+bf16,+neon"}
+# The heights of tiles, each of which has a loop: those with one panel, and in bfloat16 high ones.
+HEIGHTS = {"multiply_float": (2, 4), "multiply_float_bf16": (2, 4), "multiply_bf16": (2, 4, 6)}
+
+
+@cache
+def compiled_for(core: str) -> Any:
+    llvm.initialize_all_targets()
+    try:
+        llvm.Target.from_triple(TRIPLE)
+    except RuntimeError as error:
+        pytest.skip(f"this llvmlite has no code generator for AArch64: {error}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    environment |= {"NUMBA_CPU_NAME": core, "NUMBA_CPU_FEATURES": CORES[core]}
+    command = [sys.executable, "-m", "tests.kernels.cpu.assembly", TRIPLE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def product_loops(assembly: str) -> list[list[str]]:
+    """Return the instructions of each innermost loop that multiplies."""
+    loops = []
+    for name, body in re.findall(r"^(\.LBB\w+):[^\n]*\n((?:[^.\n][^\n]*\n)*)", assembly, re.MULTILINE):
+        lines = [line.split("//")[0].strip() for line in body.splitlines()]
+        ends = [at for at, line in enumerate(lines) if re.match(rf"(b\.|cb|tb).*{re.escape(name)}$", line)]
+        if ends and any(line.startswith(("fmla", "bfdot", "fmul", "fmadd")) for line in lines[: ends[-1]]):
+            loops.append(lines[: ends[-1]])
+    return loops
+
+
+@pytest.mark.parametrize(("core", "has_dot"), [("neoverse-n1", False), ("neoverse-v2", True)])
+def test_a_core_has_32_registers_of_four_numbers(core: str, has_dot: bool) -> None:
+    target = compiled_for(core)["target"]
+    assert (target["lanes"], target["num_registers"], target["dot"] is not None) == (4, 32, has_dot)
+
+
+@pytest.mark.parametrize(
+    ("core", "kernel"),
+    [
+        *((core, kernel) for core in CORES for kernel in ("multiply_float", "multiply_float_bf16")),
+        ("neoverse-v2", "multiply_bf16"),
+    ],
+)
+def test_tiles_are_multiplied_in_vector_registers(core: str, kernel: str) -> None:
+    loops = product_loops(compiled_for(core)["assembly"][kernel])
+    assert len(loops) == len(HEIGHTS[kernel])
+    for loop in loops:
+        product = r"bfdot\tv\d+\.4s, v\d+\.8h, " if kernel == "multiply_bf16" else r"fmla\tv\d+\.4s, v\d+\.4s, "
+        multiplied = [line for line in loop if re.match(product, line)]
+        others = [line for line in loop if re.match(r"b?f(?!mla\tv|dot\tv)", line)]
+        assert len(multiplied) >= 8 and others == [], "floating point, but not a vector at a time"
+        assert [line for line in loop if re.search(r"\[?\bsp\b", line)] == [], "registers are stored in memory"
+        assert any(line.startswith("prfm") for line in loop)
+
+
+def test_each_line_of_a_panel_is_loaded_once_for_all_rows() -> None:
+    """Four rows by four registers of a line: 16 products for each number of x, and two loads of two registers."""
+    loops = product_loops(compiled_for("neoverse-n1")["assembly"]["multiply_float"])
+    highest = max(loops, key=lambda loop: len({line.split()[1] for line in loop if line.startswith("fmla")}))
+    assert sum(line.startswith("fmla") for line in highest) == 16
+    assert sum(bool(re.match(r"ldp\tq", line)) for line in highest) == 2

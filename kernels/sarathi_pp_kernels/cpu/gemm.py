@@ -10,9 +10,13 @@
 
 A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). A tile is a group of rows of x. Rows are
 first copied into tiles, in which the same word of all rows is next to each other: a float32, or a pair of bfloat16.
-Then every panel is multiplied with every tile. Sums stay in registers over all of K, x stays in the second-level cache,
-and each panel is read from memory once. Each sum is over ascending k in one register. So the bits of a row depend
-neither on the other rows, nor on the tiles, the threads or the width of registers. (With oneDNN and MKL, they do.)
+Then every panel is multiplied with every tile. Sums stay in registers, x stays in the second-level cache, and each
+panel is read from memory once.
+
+In bfloat16, each sum is in one register over all of K. In float32, it is over blocks of 512 k, each summed in one
+register. That is more exact than one sum over a large K. In both, the order is that of ascending k. So the bits of a
+row depend neither on the other rows, nor on the tiles, the threads or the width of registers. (With oneDNN and MKL,
+they do.)
 
 There are two kinds of tiles. Their heights follow from the number of registers (simd/target.py):
 
@@ -74,6 +78,8 @@ _HIGH_ROWS = target().most_rows(target().num_registers - 4, 1)
 _HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
 # In bfloat16, a tile of up to this many rows waits only for memory.
 _FAR_ROWS = 8
+# In float32, inputs whose products are summed in one register.
+_BLOCK = 512
 _HALF_BITS = np.uint32(16)
 
 
@@ -115,11 +121,38 @@ def lay_out(x, tiles, num_rows, words, high, thread, num_threads):  # type: igno
         transpose(x + row * words * 4, words, num_rows - row, tiles + row * words * 4, rows, words)
 
 
+def _tile_of(kind: int, most_rows: int, panels: int, far_rows: int) -> Any:
+    """Return a function that multiplies one tile with some panels. See multiply_rows for the arguments."""
+    if kind == BF16:
+
+        @inlined
+        def whole(rows, weight, x, lines, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
+            multiply_rows(
+                kind, most_rows, panels, far_rows, rows, weight, lines * 16, x, lines, begin, 0, out, outputs, ahead,
+                ahead_step,
+            )  # fmt: skip
+
+        return whole
+    x_bytes, block = (8, _BLOCK // 2) if kind in NARROW else (4, _BLOCK)
+
+    @inlined
+    def in_blocks(rows, weight, x, lines, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
+        for first in range(0, lines, block):
+            added, added_row = (out, outputs) if first else (begin, 0)
+            multiply_rows(
+                kind, most_rows, panels, far_rows, rows, weight + first * 64, lines * 16, x + first * rows * x_bytes,
+                min(block, lines - first), added, added_row, out, outputs, ahead + first * ahead_step, ahead_step,
+            )  # fmt: skip
+
+    return in_blocks
+
+
 def _multiply_tiles_of(kind: int) -> Any:
     """Return a function that multiplies all tiles with the panels of one tile."""
     far_rows = _FAR_ROWS if kind == BF16 else 0
-    narrow_rows = _HIGH_ROWS if kind == BF16 else _WIDE_ROWS
     x_words, out_bytes = 2 if kind in NARROW else 1, 2 if kind == BF16 else 4
+    narrow_tile = _tile_of(kind, _HIGH_ROWS if kind == BF16 else _WIDE_ROWS, 1, far_rows)
+    lone_tile, wide_tile = _tile_of(kind, _WIDE_ROWS, PANELS, far_rows), _tile_of(kind, _WIDE_ROWS, PANELS, 0)
 
     @inlined
     def multiply_tiles(  # type: ignore[no-untyped-def]
@@ -142,17 +175,11 @@ def _multiply_tiles_of(kind: int) -> Any:
             if num_tiles > 1:
                 ahead, ahead_step = following + tile * lines // num_tiles * 64, -(-64 // num_tiles)
             if panels < PANELS or PANELS == 1:
-                multiply_rows(
-                    kind, narrow_rows, 1, far_rows, rows, weight, x, lines, begin, to, outputs, ahead, ahead_step
-                )
+                narrow_tile(rows, weight, x, lines, begin, to, outputs, ahead, ahead_step)
             elif far_rows and num_tiles == 1:
-                multiply_rows(
-                    kind, _WIDE_ROWS, PANELS, far_rows, rows, weight, x, lines, begin, to, outputs, ahead, ahead_step
-                )
+                lone_tile(rows, weight, x, lines, begin, to, outputs, ahead, ahead_step)
             else:
-                multiply_rows(
-                    kind, _WIDE_ROWS, PANELS, 0, rows, weight, x, lines, begin, to, outputs, ahead, ahead_step
-                )
+                wide_tile(rows, weight, x, lines, begin, to, outputs, ahead, ahead_step)
 
     return multiply_tiles
 
@@ -169,7 +196,7 @@ def multiply_of(kind: int) -> Any:
         Args:
             tiles: x, as `lay_out` has written it with the same `high`.
             packed: the whole weight, (panels, lines, 16) words.
-            begin: (outputs,) float32, with which the sums begin: the bias.
+            begin: (outputs,) float32, the bias. In bfloat16 the sums begin with it. In float32 it is added last.
             out: (padded_rows(num_rows), outputs).
             first: index of the first panel of outputs to compute. `end` is the index after the last one.
             high: the tiles are high. Only bfloat16 has high tiles.

@@ -44,7 +44,7 @@ def layer(**changed: Any) -> DecoderLayer:
 
 
 def make(*layers: DecoderLayer) -> DecoderLayersCall:
-    return DecoderLayersCall(layers, epsilon=1e-5, head_epsilon=0.0, scaling=HEAD_DIM**-0.5)
+    return DecoderLayersCall(layers, torch.bfloat16, epsilon=1e-5, head_epsilon=0.0, scaling=HEAD_DIM**-0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,11 @@ def test_layers_that_fit_are_taken() -> None:
 def test_a_layer_that_would_be_read_beyond_its_end_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         make(layer(), layer(**changed))
+
+
+def test_weights_of_another_type_than_the_layers_are_refused() -> None:
+    with pytest.raises(KeyError):
+        DecoderLayersCall([layer()], torch.float32, epsilon=1e-5, head_epsilon=0.0, scaling=1.0)
 
 
 def work(num_bytes: int) -> Work:

@@ -136,8 +136,11 @@ def test_a_tile_is_a_product(rows: int, panels: int) -> None:
 @pytest.mark.parametrize(("panels", "far_rows"), [(1, 0), (1, 4), (2, 0)])
 def test_a_tile_of_every_height_is_a_product(kind: int, panels: int, far_rows: int) -> None:
     @compiled()
-    def product(rows, weight, x, lines, begin, out, width):  # type: ignore[no-untyped-def]
-        multiply_rows(kind, 12, panels, far_rows, rows, weight, x, lines, begin, out, width, weight, 64)
+    def product(rows, weight, x, lines, added, row, out, width):  # type: ignore[no-untyped-def]
+        words = lines * 16
+        multiply_rows(
+            kind, 12, panels, far_rows, rows, weight, words, x, lines, added, row, out, width, weight, 64
+        )  # fmt: skip
 
     torch.manual_seed(kind)
     inputs, width = 10, 16 * panels
@@ -150,8 +153,12 @@ def test_a_tile_of_every_height_is_a_product(kind: int, panels: int, far_rows: i
         # The rows of the output are farther apart than they are wide: the gaps are not touched.
         out = torch.full((rows, width + 3), 7.0, dtype=dtype)
         lines = packed.shape[1]
-        product(rows, packed.data_ptr(), words.data_ptr(), lines, begin.data_ptr(), out.data_ptr(), width + 3)
+        pointers = packed.data_ptr(), words.data_ptr(), lines
+        product(rows, *pointers, begin.data_ptr(), 0, out.data_ptr(), width + 3)
         expected = x.double() @ weight.double().T + begin.double()
+        if kind != BF16:  # and once more, added to what is there
+            product(rows, *pointers, out.data_ptr(), width + 3, out.data_ptr(), width + 3)
+            expected += x.double() @ weight.double().T
         rounding = 2**-8 if kind == BF16 else 1e-5
         torch.testing.assert_close(out[:, :width].double(), expected, rtol=rounding, atol=1e-5)
         assert bool((out[:, width:] == 7).all())

@@ -101,6 +101,18 @@ def test_nan_and_infinity_stay_in_their_outputs(held: torch.dtype) -> None:
     assert bool(y[:, [0, 1, 2, 4, 31]].isfinite().all())
 
 
+@pytest.mark.parametrize("held", TYPES)
+@torch.inference_mode()
+def test_a_long_sum_is_as_exact_as_its_blocks(held: torch.dtype) -> None:
+    """Of positive numbers, a single sum of 16,384 products is off by a hundred units of the last place, and more."""
+    torch.manual_seed(0)
+    linear = nn.Linear(16384, 16, bias=False).requires_grad_(False)
+    linear.weight.data = torch.rand(16, 16384).to(held)
+    x = torch.rand(64, 16384)
+    relative = (FloatLinear(linear)(x).double() / exact(linear, x) - 1).abs()
+    assert relative.max() < 24 * 2**-24, relative.max() * 2**24
+
+
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 @torch.inference_mode()
 def test_threads_change_no_bit(num_threads: int) -> None:

@@ -20,7 +20,6 @@ from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse import packed_linear
 from sarathi_pp.model.fuse import rewrite as fuse_module
-from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.fuse.float_linear import FloatLinear, has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PackedLinear, has_gemm, has_onednn
@@ -381,14 +380,6 @@ def test_what_applies_to_a_family(
     kinds = [type(module) for module in model.modules()]
     assert (kinds.count(GatedMLP) == layers) == gated and (kinds.count(RowNorm) >= 2 * layers) == norms
     assert (kinds.count(RotaryAttention) == layers) == attention and (kinds.count(Block) == layers) == blocks
-
-
-@needs_float_gemm
-def test_layers_in_float32_are_called_one_by_one() -> None:
-    model = wide_heads("llama")
-    fuse(model)
-    assert not compile_layers(model.model.layers)
-    assert all(type(layer) is Block for layer in model.model.layers)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     dot,
     each_line,
     element_at,
-    floats_at,
     fma,
     index,
+    load_values,
     pairs_at,
     prefetch_at,
     prefetch_once_at,
@@ -72,7 +72,8 @@ class _Operands(NamedTuple):
     row_words: Any
     step_words: Any
     num_lines: Any
-    begin: Any
+    added: Any
+    added_row: Any
     out: Any
     out_row: Any
     ahead: Any = None
@@ -101,7 +102,9 @@ def dot_tile(  # type: ignore[no-untyped-def]
     tile = _Tile(rows.literal_value, panels.literal_value, BF16, cache=0, rounded=False)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _build_tile(builder, tile, _Operands(*arguments[2:]))
+        *words, begin_, out_, out_row_ = arguments[2:]
+        operands = _Operands(*words, begin_, index(0), out_, out_row_)  # type: ignore[call-arg]
+        _build_tile(builder, tile, operands)
         return context.get_dummy_value()
 
     return types.void(rows, panels, *[types.int64] * 9), generate
@@ -109,9 +112,10 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
 @intrinsic(prefer_literal=True)
 def multiply_rows(  # type: ignore[no-untyped-def]
-    typing, kind, most_rows, panels, far_rows, rows, weight, x, num_lines, begin, out, out_row, ahead, ahead_step
-):
-    """Multiply a tile of a linear layer: out[r][lane of panel p] = begin[lane of p] + x[r] . column of panel p.
+    typing, kind, most_rows, panels, far_rows, rows, weight, panel_words, x, num_lines, added, added_row, out, out_row,
+    ahead, ahead_step,
+):  # fmt: skip
+    """Multiply a tile of a linear layer: out[r][lane of panel p] = added[r][lane of p] + x[r] . column of panel p.
 
     Each sum is over ascending k, in one register. So the bits of a row depend on nothing but the row. Registers are
     assigned at compile time, so each number of rows has its own loop.
@@ -125,19 +129,19 @@ def multiply_rows(  # type: ignore[no-untyped-def]
         far_rows: a literal. With up to this many rows, lines are prefetched to the second-level cache, which can have
             more of them under way. With more rows, they are prefetched to the first one.
         rows: number of rows of the tile, even.
-        weight: address of the panels, one after the other.
+        weight: address of the panels. Panel p is p * panel_words words after it.
         x: address of the words of the rows. Word k of row r is k * rows + r words after it.
-        num_lines: number of lines of a panel, at least 1.
-        begin: float32, one for each output.
-        out: address of the outputs. Row r is r * out_row outputs after it.
+        num_lines: number of lines of a panel that are multiplied, at least 1.
+        added: float32, one for each output. Row r is r * added_row after it. For BF16, all rows have the same, with
+            which their sums begin. Otherwise they are added to the sums at the end.
+        out: address of the outputs. Row r is r * out_row outputs after it. It may be `added`.
         ahead: address of the lines to prefetch. With line k of panel p, the line is prefetched that is
             ahead_step * k bytes and p panels after it.
     """
     multiplies, most, count, far = (one.literal_value for one in (kind, most_rows, panels, far_rows))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows_, weight_, x_, num_lines_, begin_, out_, out_row_, ahead_, ahead_step_ = arguments[4:]
-        panel_words = builder.mul(num_lines_, index(LANES))
+        rows_, weight_, panel_words_, x_, num_lines_, added_, added_row_, out_, out_row_, *prefetched = arguments[4:]
         heights = range(2, most + 1, 2)
         blocks = [builder.append_basic_block(f"rows_{height}") for height in heights]
         after = builder.append_basic_block("multiplied")
@@ -147,22 +151,25 @@ def multiply_rows(  # type: ignore[no-untyped-def]
                 choice.add_case(index(height), block)
             builder.position_at_end(block)
             tile = _Tile(height, count, multiplies, 2 if height <= far else 1, multiplies == BF16)
-            words = weight_, panel_words, x_, index(1), index(height), num_lines_
-            operands = _Operands(*words, begin_, out_, out_row_, ahead_, ahead_step_)
-            _build_tile(builder, tile, operands)
+            words = weight_, panel_words_, x_, index(1), index(height), num_lines_
+            _build_tile(builder, tile, _Operands(*words, added_, added_row_, out_, out_row_, *prefetched))
             builder.branch(after)
         builder.position_at_end(after)
         return context.get_dummy_value()
 
-    return types.void(kind, most_rows, panels, far_rows, *[types.int64] * 9), generate
+    return types.void(kind, most_rows, panels, far_rows, *[types.int64] * 11), generate
 
 
 def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:
     """Build the loop over the lines of a tile's panels."""
-    weight, panel_words, x, row_words, step_words, num_lines, begin, out, out_row, ahead, ahead_step = operands
+    weight, panel_words, x, row_words, step_words, num_lines, *outputs, ahead, ahead_step = operands
+    added, added_row, out, out_row = outputs
     parts = 2 if tile.kind in NARROW else 1  # numbers of x, or pairs, per line
     panels = range(tile.panels)
-    starts = [builder.load(floats_at(builder, begin, index(LANES * panel)), align=4) for panel in panels]
+    if tile.kind == BF16:
+        starts = [load_values(builder, 4, added, index(LANES * panel)) for panel in panels]
+    else:
+        starts = [ir.Constant(FLOATS, [0.0] * LANES)] * tile.panels
     with each_line(builder, num_lines, *(starts * tile.rows)) as (line, loop):
         lines = []
         for panel in panels:
@@ -186,6 +193,9 @@ def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:
         loop.carry(*sums)
     for held, total in enumerate(loop.results):
         row, panel = divmod(held, tile.panels)
+        if tile.kind != BF16:
+            place = builder.add(builder.mul(added_row, index(row)), index(LANES * panel))
+            total = builder.fadd(load_values(builder, 4, added, place), total)
         at = builder.add(builder.mul(out_row, index(row)), index(LANES * panel))
         store_values(builder, 2 if tile.rounded else 4, total, out, at)
 

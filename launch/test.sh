@@ -137,14 +137,14 @@ avx2() {
     # The answers of transformers are computed with these instructions too.
     local -x TESTS_SHARE=$scratch/avx2 "${variables[@]}"
     mkdir -p "$TESTS_SHARE"
+    local kernels=(tests/kernels/cpu/test_{simd,row_ops,threads}.py tests/model/fuse tests/model/test_batch_invariant.py)
     if [ "$thorough" -gt 0 ]; then
-        run_tests tests/kernels/cpu tests/model/fuse tests/model/attention tests/model/test_batch_invariant.py || bad=1
+        run_tests "${kernels[@]}" tests/model/attention || bad=1
         local options=()  # one run of each case of tests/exact is enough
         run_tests tests/exact || bad=1
     else
         jobs+=(-k "not every_processor and (not test_exactness or greedy_output and (llama or gemma3_text or gpt_oss))")
-        run_tests tests/kernels/cpu/test_{simd,row_ops,threads}.py tests/model/fuse tests/model/test_batch_invariant.py \
-            tests/exact/test_exactness.py || bad=1
+        run_tests "${kernels[@]}" tests/exact/test_exactness.py || bad=1
     fi
     return $bad
 }

@@ -2,11 +2,11 @@
 
     weight (N, K)  ->  packed: N / 16 panels of lines (simd/), read front to back in every call
 
-    kernel                  x           line of a weight              products                       out
-    multiply_bf16           bfloat16    16 pairs of two inputs        exact, sums in float32         bfloat16
-    multiply_float          float32     16 numbers of one input       float32                        float32
-    multiply_float_bf16     float32     16 pairs, widened in registers                               float32
-    multiply_float_fp16     float32     16 pairs of float16, widened in registers                    float32
+    kernel                 x           line of a weight                               sums       out
+    multiply_bf16          bfloat16    16 pairs of bfloat16                           float32    bfloat16
+    multiply_float         float32     16 float32                                     float32    float32
+    multiply_float_bf16    float32     16 pairs of bfloat16, widened in registers     float32    float32
+    multiply_float_fp16    float32     16 pairs of float16, widened in registers      float32    float32
 
 A panel is 16 outputs of a weight, as in BLIS (Van Zee and van de Geijn 2015). A tile is a group of rows of x. Rows are
 first copied into tiles, in which the same word of all rows is next to each other: a float32, or a pair of bfloat16.
@@ -15,8 +15,8 @@ panel is read from memory once.
 
 In bfloat16, each sum is in one register over all of K. In float32, it is over blocks of 512 k, each summed in one
 register. That is more exact than one sum over a large K. In both, the order is that of ascending k. So the bits of a
-row depend neither on the other rows, nor on the tiles, the threads or the width of registers. (With oneDNN and MKL,
-they do.)
+row depend neither on the other rows, nor on the tiles or the threads. (With oneDNN and MKL, they do.) In float32 they
+do not depend on the processor either.
 
 There are two kinds of tiles. Their heights follow from the number of registers (simd/target.py):
 

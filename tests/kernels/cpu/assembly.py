@@ -23,7 +23,8 @@ def main(triple: str) -> None:
     from sarathi_pp_kernels.cpu import gemm
     from sarathi_pp_kernels.cpu.simd.target import target
 
-    names = ["multiply_float", "multiply_float_bf16"] + ["multiply_bf16"] * (target().dot is not None)
+    names = ["multiply_float", "multiply_float_bf16", "multiply_float_fp16"]
+    names += ["multiply_bf16"] * (target().dot is not None)
     signature = (*[types.int64] * 9, types.boolean)
     found = {}
     for name in names:

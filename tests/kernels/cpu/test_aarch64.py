@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[3]
 TRIPLE = "aarch64-unknown-linux-gnu"
 CORES = {"neoverse-n1": "+neon", "neoverse-v2": "+bf16,+neon"}
 # The heights of tiles, each of which has a loop: those with one panel, and in bfloat16 high ones.
-HEIGHTS = {"multiply_float": (2, 4), "multiply_float_bf16": (2, 4), "multiply_bf16": (2, 4, 6)}
+FLOAT32 = "multiply_float", "multiply_float_bf16", "multiply_float_fp16"
+HEIGHTS = {**dict.fromkeys(FLOAT32, (2, 4)), "multiply_bf16": (2, 4, 6)}
 
 
 @cache
@@ -58,7 +59,7 @@ def test_a_core_has_32_registers_of_four_numbers(core: str, has_dot: bool) -> No
 @pytest.mark.parametrize(
     ("core", "kernel"),
     [
-        *((core, kernel) for core in CORES for kernel in ("multiply_float", "multiply_float_bf16")),
+        *((core, kernel) for core in CORES for kernel in FLOAT32),
         ("neoverse-v2", "multiply_bf16"),
     ],
 )
@@ -68,7 +69,7 @@ def test_tiles_are_multiplied_in_vector_registers(core: str, kernel: str) -> Non
     for loop in loops:
         product = r"bfdot\tv\d+\.4s, v\d+\.8h, " if kernel == "multiply_bf16" else r"fmla\tv\d+\.4s, v\d+\.4s, "
         multiplied = [line for line in loop if re.match(product, line)]
-        others = [line for line in loop if re.match(r"b?f(?!mla\tv|dot\tv)", line)]
+        others = [line for line in loop if re.match(r"f\w+\t[hsd]\d", line)]
         assert len(multiplied) >= 8 and others == [], "floating point, but not a vector at a time"
         assert [line for line in loop if re.search(r"\[?\bsp\b", line)] == [], "registers are stored in memory"
         assert any(line.startswith("prfm") for line in loop)

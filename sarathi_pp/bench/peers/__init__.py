@@ -59,6 +59,8 @@ class Peer:
         own_environment: the engine has its own Python environment, PEERS_DIR/NAME, which launch/peers.sh makes. If
             False, it runs in the environment of sarathi_pp.
         environment: returns the environment variables to set, from the path of the engine's Python and its parameters.
+        own_ranks: the program starts all processes of its pipeline. If False, torchrun starts them, unless the
+            parameter `launch` says otherwise.
         pipeline_needs: a package that the engine needs only if it runs as a pipeline; None if it needs no such package.
     """
 
@@ -67,6 +69,7 @@ class Peer:
     own_environment: bool
     parameters: Mapping[str, Parameter]
     environment: Callable[[Path, Parameters], Environment]
+    own_ranks: bool = False
     pipeline_needs: str | None = None
 
 
@@ -112,8 +115,8 @@ class PeerChoice:
     def command(self, python: Path, asked: Path) -> list[str]:
         program = ["-P", str(_HERE / self.peer.program), str(asked)]
         ranks = self.parameters.get("pp", "1")
-        # A program without the parameter `launch` does not start its own ranks, so torchrun starts them.
-        if self.parameters.get("launch", "own" if ranks == "1" else "torchrun") == "own":
+        own = ranks == "1" or self.peer.own_ranks
+        if self.parameters.get("launch", "own" if own else "torchrun") == "own":
             return [str(python), *program]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python"]
         return [str(python), *torchrun, str(python), *program]
@@ -191,6 +194,14 @@ PEERS = {
             True,
             {"dtype": Parameter("auto", (*_DTYPES, "q8_0"))},
             _llama_environment,
+        ),
+        Peer(
+            "llama-cpp-native",
+            "llama_program.py",
+            True,
+            {"dtype": Parameter("auto", (*_DTYPES, "q8_0")), "pp": Parameter("1")},
+            _llama_environment,
+            own_ranks=True,
         ),
     )
 }

@@ -220,6 +220,7 @@ def test_a_server_of_its_own_gets_the_same_settings(programs: Path, tmp_path: Pa
 def test_a_pipeline_has_a_worker_per_rank_and_even_shares(programs: Path, tmp_path: Path) -> None:
     assert len(llama_program.main(asked(tmp_path, pp="2"))["token_ids"]) == 3
     (server,), workers = options(programs, "llama-server"), options(programs, "ggml-rpc-server")
+    assert len(workers) == 2
     assert sorted(server["--rpc"].split(",")) == sorted(f"127.0.0.1:{worker['--port']}" for worker in workers)
     assert (server["--tensor-split"], server["--gpu-layers"], server["--threads"]) == ("1,1", "all", "1")
     assert {worker["--threads"] for worker in workers} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # Outputs of a panel.
-_PANEL = 16
+PANEL = 16
 # Types of weights that the product widens in registers.
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -56,7 +56,7 @@ def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         begin[:outputs] = bias.detach()
 
     def multiply(tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
-        scratch = torch.empty(gemm.PANELS * lines * _PANEL)
+        scratch = torch.empty(gemm.PANELS * lines * PANEL)
         ranges = panels.start, panels.stop, len(begin)
         of_weight = weight.data_ptr(), in_columns, outputs, begin.data_ptr()
         kernel(tiles.data_ptr(), *of_weight, out.data_ptr(), num_rows, lines, *ranges, scratch.data_ptr())
@@ -86,7 +86,7 @@ class FloatLinear(nn.Module):
         self._width = _padded(self.out_features)
         lines = self.in_features // _inputs_per_line(held)
         # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
-        self._weight = empty_in_large_pages((self._width // _PANEL, lines, _PANEL), torch.int32)
+        self._weight = empty_in_large_pages((self._width // PANEL, lines, PANEL), torch.int32)
         _pack(weights, self._weight, held)
         self._bias = torch.zeros(self._width)
         biases = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
@@ -132,7 +132,7 @@ def _product(x: Tensor, inputs: int, outputs: int, multiply: _Multiply) -> Tenso
     if num_rows:
         tiles = scratch_of_thread(out.shape[0] * inputs)
         gemm.lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, inputs, False, 0, 1)
-        pieces = split_range(out.shape[1] // _PANEL, gemm.PANELS)
+        pieces = split_range(out.shape[1] // PANEL, gemm.PANELS)
         run_parallel([partial(multiply, tiles, out, num_rows, piece) for piece in pieces])
     return out[:num_rows, :outputs].view(*x.shape[:-1], outputs)
 
@@ -166,7 +166,7 @@ def _inputs_per_line(held: torch.dtype) -> int:
 
 def _padded(outputs: int) -> int:
     """Return a number of outputs that fills whole panels. The last ones have weights of 0."""
-    return -(-outputs // _PANEL) * _PANEL
+    return -(-outputs // PANEL) * PANEL
 
 
 def _pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
@@ -176,13 +176,19 @@ def _pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
         packed: (panels, lines, 16) int32.
         held: type of the numbers in the lines.
     """
-    if any(len(weight) % _PANEL for weight in weights[:-1]):
+    if any(len(weight) % PANEL for weight in weights[:-1]):
         weights = [torch.cat(weights)]
     first = 0
     for weight in weights:
         words = weight.to(held).contiguous().view(torch.int32)
-        if missing := -len(words) % _PANEL:
-            words = functional.pad(words, (0, 0, 0, missing))
-        part = packed[first : first + len(words) // _PANEL]
-        part.copy_(words.view(len(part), _PANEL, -1).permute(0, 2, 1))
-        first += len(part)
+        whole = len(words) // PANEL
+        _write_panels(words[: whole * PANEL], packed[first : first + whole])
+        first += whole
+        if len(words) % PANEL:
+            padded = functional.pad(words[whole * PANEL :], (0, 0, 0, -len(words) % PANEL))
+            _write_panels(padded, packed[first : first + 1])
+            first += 1
+
+
+def _write_panels(words: Tensor, packed: Tensor) -> None:
+    packed.copy_(words.view(len(packed), PANEL, packed.shape[1]).permute(0, 2, 1))

@@ -6,10 +6,12 @@ import hashlib
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sarathi_pp.model.fuse.float_linear import NARROW, FloatLinear, float_product, has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import packed_class
@@ -56,6 +58,31 @@ def test_any_shape_is_summed_in_float32(inputs: int, outputs: int, bias: bool, h
         assert y.shape == (1, rows, outputs) and y.dtype == torch.float32
         allowed = 1e-6 * (x.double().abs() @ linear.weight.double().abs().T + 1)
         assert bool(((y.double() - exact(linear, x)).abs() <= allowed).all()), rows
+
+
+class LargeTensors(TorchDispatchMode):
+    """Counts the tensors of at least so many bytes that operations make in new memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes, self.count = num_bytes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.untyped_storage().nbytes() >= self.num_bytes:
+            before = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+            self.count += made.untyped_storage().data_ptr() not in before
+        return made
+
+
+@pytest.mark.parametrize("held", TYPES)
+@pytest.mark.parametrize("outputs", [64, 79])
+def test_packing_makes_no_copy_but_the_packed_weight(outputs: int, held: torch.dtype) -> None:
+    """Padding the whole weight would. The last panel alone is padded."""
+    linear = float_linear(130, outputs, held=held)
+    with LargeTensors(linear.weight.nbytes // 2) as large:
+        packed = FloatLinear(linear)
+    assert large.count <= 1 and packed.num_bytes() >= linear.weight.nbytes
 
 
 @pytest.mark.parametrize("held", TYPES)

@@ -15,7 +15,7 @@ from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, spli
 from torch import Tensor, nn
 
 from sarathi_pp.model.attention.adapter import PagedCall
-from sarathi_pp.model.fuse.float_linear import FloatLinear
+from sarathi_pp.model.fuse.float_linear import PANEL, FloatLinear
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, packed_class
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def _pack(dtype: torch.dtype, *linears: nn.Linear) -> PackedLinear | FloatLinear
     """Return one packed layer with the outputs of all these layers, which have the same input."""
     packed = packed_class(linears[0], dtype)
     assert packed is PackedLinear or packed is FloatLinear, f"{linears[0].weight.dtype}: {packed}"
+    # Otherwise there are gaps between the rows of the output, and the next pass takes only an address.
+    assert all(linear.out_features % PANEL == 0 for linear in linears), [linear.out_features for linear in linears]
     return packed(*linears)
 
 
@@ -45,6 +47,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self._silu_multiply = _row_ops(dtype).silu_multiply
         self.width = mlp.up_proj.out_features
+        assert mlp.gate_proj.out_features == self.width, f"gate {mlp.gate_proj.out_features}, up {self.width}"
         self.gate_up = _pack(dtype, mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # frees them before the next one is packed
         self.down_proj = _pack(dtype, mlp.down_proj)
@@ -74,11 +77,18 @@ class RowNorm(nn.Module):
         self.epsilon = float(norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.weight.dtype, f"fused for {self.weight.dtype}, called with {x.dtype}"
+        self._check(x)
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
         run_parallel([partial(self._norm, x, out, rows) for rows in split_range(x.numel() // width, _ROWS_A_THREAD)])
         return out
+
+    def _check(self, x: Tensor) -> None:
+        """Check what the passes over the rows cannot notice, since they take addresses."""
+        weight = self.weight
+        assert x.dtype == weight.dtype, f"fused for {weight.dtype}, called with {x.dtype}"
+        assert x.shape[-1] == weight.numel(), f"rows {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        assert weight.is_contiguous(), f"weight with strides {weight.stride()}"
 
     def _norm(self, x: Tensor, out: Tensor, rows: range) -> None:
         width = x.shape[-1]
@@ -87,9 +97,8 @@ class RowNorm(nn.Module):
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
         """Return the norm of the sum x + added. `added` is overwritten with the sum."""
-        assert x.dtype == added.dtype == self.weight.dtype and x.shape == added.shape, (
-            f"{x.dtype} {x.shape}, {added.dtype} {added.shape}"
-        )
+        self._check(x)
+        assert x.dtype == added.dtype and x.shape == added.shape, f"{x.dtype} {x.shape}, {added.dtype} {added.shape}"
         assert added.is_contiguous()
         x = x.contiguous()
         width, out = x.shape[-1], torch.empty_like(added)
@@ -132,12 +141,16 @@ class RotaryAttention(nn.Module):
         self.scaling = attention.scaling
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        assert attention.k_proj.out_features == attention.v_proj.out_features == self.num_kv_heads * self.head_dim
+        assert attention.q_proj.out_features == self.num_heads * self.head_dim
         self.qkv = _pack(dtype, attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
         self.o_proj = _pack(dtype, attention.o_proj)
         self.query_norm = attention.q_norm.weight if with_norms else None
         self.key_norm = attention.k_norm.weight if with_norms else None
         self.epsilon = float(attention.q_norm.variance_epsilon) if with_norms else 0.0
+        for weight in (self.query_norm, self.key_norm):
+            assert weight is None or (weight.numel() == self.head_dim and weight.is_contiguous()), weight
 
     def forward(
         self,

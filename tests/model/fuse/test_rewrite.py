@@ -156,6 +156,39 @@ def test_a_norm_that_rounds_elsewhere_is_left_alone(dtype: torch.dtype) -> None:
     assert type(fused(LlamaRMSNorm(32).half())) is LlamaRMSNorm
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_refuses_rows_of_another_width(dtype: torch.dtype) -> None:
+    """The pass takes addresses. It would read past the weight, or use the wrong part of it."""
+    norm = fused(LlamaRMSNorm(32).to(dtype).requires_grad_(False))
+    assert type(norm) is RowNorm
+    for width in (16, 48):
+        with pytest.raises(AssertionError, match="rows"):
+            norm(torch.zeros(2, width, dtype=dtype))
+        with pytest.raises(AssertionError, match="rows"):
+            norm.after(*torch.zeros(2, 2, width, dtype=dtype))
+    norm.weight = nn.Parameter(torch.ones(64, dtype=dtype)[::2], requires_grad=False)
+    with pytest.raises(AssertionError, match="strides"):
+        norm(torch.zeros(2, 32, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_modules_refuse_layers_of_unequal_widths(dtype: torch.dtype) -> None:
+    mlp = Mlp(32, 48, nn.SiLU(), dtype)
+    mlp.gate_proj = nn.Linear(32, 64, bias=False, dtype=dtype).requires_grad_(False)
+    with pytest.raises(AssertionError, match="gate 64, up 48"):
+        GatedMLP(mlp, dtype)
+    attention = build_model("llama").model.layers[0].self_attn.to(dtype).requires_grad_(False)
+    attention.v_proj = nn.Linear(attention.v_proj.in_features, 16, dtype=dtype).requires_grad_(False)
+    with pytest.raises(AssertionError):
+        RotaryAttention(attention, dtype)
+
+
+@needs_float_gemm
+def test_fused_modules_refuse_rows_with_gaps() -> None:
+    with pytest.raises(AssertionError, match="40"):
+        GatedMLP(Mlp(32, 40, nn.SiLU(), torch.float32), torch.float32)
+
+
 def test_a_linear_layer_whose_weight_is_read_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hunyuan's router asks its linear layer for the weight's dtype, and a packed one has no weight."""
     monkeypatch.setattr(fuse_module, "packed_class", lambda linear, compute: lambda old: nn.Identity())

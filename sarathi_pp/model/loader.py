@@ -1,8 +1,8 @@
 """A loader of one stage's part of a model. It reads only the tensors of that part.
 
 transformers loads, converts and initialises the modules that the stage owns (partial_class.py). After that, modules are
-replaced by faster ones. They are fused and packed (rewrite.py), and layers become one call (compiled_layers.py). The
-steps that transformers runs around the layers are removed (bare_model.py).
+replaced by faster ones. They are fused and packed (rewrite.py, packed_embedding.py), and layers become one call
+(compiled_layers.py). The steps that transformers runs around the layers are removed (bare_model.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from sarathi_pp.model.families import Family
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.float_linear import NARROW
+from sarathi_pp.model.fuse.packed_embedding import pack_tied_heads
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.long_rotary import use_long_rotary
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
 from sarathi_pp.model.narrow_weights import NarrowType, widen_embeddings
-from sarathi_pp.model.partial_class import partial_class
+from sarathi_pp.model.partial_class import drop_tied_embedding, partial_class
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
 
@@ -138,9 +139,12 @@ def _load(
     module, needed, split = _load_module(
         directory, family, config, layers, held, device, room_bytes, shard, count, PAGED
     )
+    if layers[0] > 0:
+        drop_tied_embedding(module.get_submodule(family.base), family)
     if held.as_stored:
         widen_embeddings(module)
     try:
+        pack_tied_heads(module, held.compute)
         fuse(module, held.compute)  # merged weights and their parts are in memory at the same time
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

@@ -30,13 +30,13 @@ NarrowType = Callable[[str], torch.dtype | None]
 class WideEmbedding(nn.Module):
     """An embedding whose weight has a narrower type: the rows of the token ids in float32, times a scale if it has one.
 
-    It shares its weight with the embedding that it replaces, and so with a tied LM head.
+    It shares its weight with the embedding that it replaces, and so with a tied LM head until that is packed.
     """
 
     def __init__(self, embedding: Any) -> None:
         super().__init__()
         self.weight = embedding.weight
-        self.scale = embedding.embed_scale if _is_scaled(embedding) else None
+        self.scale = embedding_scale(embedding)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = nn.functional.embedding(token_ids, self.weight).float()
@@ -65,6 +65,19 @@ def widen_embeddings(module: nn.Module) -> None:
         for name, child in list(owner.named_children()):
             if isinstance(child, nn.Embedding) and child.weight.dtype != torch.float32:
                 setattr(owner, name, WideEmbedding(child))
+
+
+def is_known_embedding(module: nn.Module) -> bool:
+    """Return whether a module only returns rows of its weight, times its `embedding_scale`."""
+    known = isinstance(module, nn.Embedding) and (_is_plain(module) or _is_scaled(module))
+    return known or type(module) is WideEmbedding
+
+
+def embedding_scale(embedding: Any) -> float | Tensor | None:
+    """Return the factor of an embedding's rows, or None if it has none."""
+    if type(embedding) is WideEmbedding:
+        return embedding.scale
+    return embedding.embed_scale if _is_scaled(embedding) else None
 
 
 def _is_plain(embedding: nn.Module) -> bool:

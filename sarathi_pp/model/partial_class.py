@@ -75,6 +75,14 @@ def partial_class(
     return type(architecture.__name__, (architecture,), namespace)
 
 
+def drop_tied_embedding(base: Any, family: Family) -> None:
+    """Drop the embedding of a stage that does not embed, after the weights are loaded.
+
+    A tied LM head then has its weight alone. It needs the embedding only while transformers loads the two together.
+    """
+    setattr(base, family.embed, MissingLayer())
+
+
 def _drop_end(model: Any, base: Any, family: Family, *, keep_lm_head: bool) -> None:
     """Drop the modules that turn activations into logits, or all of them except the LM head."""
     setattr(base, family.norm, MissingLayer())
@@ -85,7 +93,7 @@ def _drop_end(model: Any, base: Any, family: Family, *, keep_lm_head: bool) -> N
 
 
 def _drop_embedding(base: Any, family: Family, *, keep_tied: bool) -> None:
-    """Drop the modules that turn token ids into activations. A tied LM head still needs the embedding's weight."""
+    """Drop the modules that turn token ids into activations. A tied LM head is loaded as the embedding's weight."""
     if not keep_tied:
         setattr(base, family.embed, MissingLayer())
     if family.positions is not None:

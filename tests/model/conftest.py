@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from sarathi_pp.model.fuse import rewrite
+from sarathi_pp.model.fuse import packed_embedding, rewrite
 
 
 @pytest.fixture
 def plain_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers stay those of torch, so that a test can read their weights."""
-    monkeypatch.setattr(rewrite, "packed_class", lambda linear, compute: None)
+    for module in (rewrite, packed_embedding):
+        monkeypatch.setattr(module, "packed_class", lambda linear, compute: None)

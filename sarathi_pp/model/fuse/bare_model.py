@@ -20,12 +20,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.compiled_layers import CompiledLayers
+from sarathi_pp.model.fuse.packed_embedding import PackedEmbedding
 from sarathi_pp.model.fuse.rewrite import runs
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.narrow_weights import WideEmbedding
 
-_EMBEDDINGS = (nn.Embedding, WideEmbedding, MissingLayer)
+_EMBEDDINGS = (nn.Embedding, WideEmbedding, PackedEmbedding, MissingLayer)
 # The forwards of Qwen2 and Mistral differ from Llama's in the masks they make. Qwen3's is the same as Qwen2's.
 _KNOWN = (LlamaModel, MistralModel, Qwen2Model)
 # These forwards are the same except for the examples in their docstrings, which count as code.
@@ -79,8 +80,7 @@ class BareModel(nn.Module):
             inputs_embeds: (1, T, hidden_size) activations if the stage does not embed; otherwise None.
         """
         if input_ids is not None:
-            hidden = self.embed_tokens.weight.index_select(0, input_ids[0])[None]
-            hidden = hidden.float() if type(self.embed_tokens) is WideEmbedding else hidden
+            hidden = self._embed(input_ids)
         else:
             assert inputs_embeds is not None
             hidden = inputs_embeds
@@ -98,6 +98,14 @@ class BareModel(nn.Module):
             for layer in self._layers:
                 hidden = layer(hidden, **arguments)
         return _Output(self.norm(hidden))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Return the rows of (1, T) token ids. Unscaled weights are read without the steps of nn.Embedding."""
+        embedding = self.embed_tokens
+        if type(embedding) is PackedEmbedding:
+            return embedding(token_ids)  # type: ignore[no-any-return]
+        rows: Tensor = embedding.weight.index_select(0, token_ids[0])[None]
+        return rows.float() if type(embedding) is WideEmbedding else rows
 
     def _cosines_and_sines(self, hidden: Tensor, position_ids: Tensor, paged: PagedCall) -> tuple[Tensor, Tensor]:
         if self._rotary_cache is None:

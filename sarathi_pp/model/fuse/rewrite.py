@@ -56,8 +56,9 @@ def fuse(module: nn.Module, compute: torch.dtype | None = None, *, by_kernels: b
     """Replace all modules that can be replaced, and return how many there were.
 
     The model then needs the keyword argument `paged`, a PagedCall. Only one weight at a time is in memory twice. Gate
-    and up count as one weight, and so do query, key and value. Weights that two modules share (tied embeddings) stay as
-    they are, since packing would copy them. No module that is fused shares any.
+    and up count as one weight, and so do query, key and value. Weights that two modules share stay as
+    they are, since packing would copy them. No module that is fused shares any. pack_tied_heads (packed_embedding.py)
+    packs the LM heads that share their weight with an embedding.
 
     Args:
         compute: float type of the computation. On CPU, weights may have a narrower one. None: that of the weights.
@@ -140,7 +141,7 @@ def _packing(module: nn.Module, compute: torch.dtype) -> Callable[[nn.Module], R
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-        if "weight" in _names_in_code(owner):  # Hunyuan's router asks its linear layer for the weight's dtype
+        if reads_weight(owner):  # Hunyuan's router asks its linear layer for the weight's dtype
             kept.update(owner.children())
 
     def rewrite(child: nn.Module) -> Rewrite | None:
@@ -151,10 +152,10 @@ def _packing(module: nn.Module, compute: torch.dtype) -> Callable[[nn.Module], R
     return rewrite
 
 
-def _names_in_code(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of attributes and globals that a module's forward reads."""
+def reads_weight(module: nn.Module) -> bool:
+    """Return whether a module's forward reads an attribute named weight, which may be that of a child."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code.co_names if code is not None else ()
+    return code is not None and "weight" in code.co_names
 
 
 def _fits_one_pass(kit: _Kit, attention: Any) -> bool:

@@ -61,7 +61,7 @@ def test_any_shape_is_summed_in_float32(inputs: int, outputs: int, bias: bool, h
 
 
 class LargeTensors(TorchDispatchMode):
-    """Counts the tensors of at least so many bytes that operations make in new memory."""
+    """Counts tensors of at least `num_bytes` that operations make in new memory."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
         )
     directory = find_model(setting.model)
     facts = check_model(directory)
-    dtypes = choose_dtypes(setting.dtype, facts.dtype, on_cpu=True)
+    dtypes = choose_dtypes(setting.dtype, facts.dtype, "cpu", quantised=facts.quantised is not None)
     entrants = list(_entrants(setting))
     labels = [entrant.label for entrant in entrants]
     for label in labels:

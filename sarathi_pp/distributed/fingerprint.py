@@ -56,4 +56,5 @@ def require_equal(fingerprints: Sequence[Fingerprint]) -> None:
     for rank, fingerprint in enumerate(fingerprints):
         for key, value in fingerprint.items():
             if value != first[key]:
-                raise ConfigError(f"{key} differs: rank 0 has {first[key]}, rank {rank} has {value}")
+                cause = "; their CPUs differ, so give --dtype on all ranks, such as float32" if key == "dtype" else ""
+                raise ConfigError(f"{key} differs: rank 0 has {first[key]}, rank {rank} has {value}{cause}")

@@ -9,7 +9,14 @@ widened in registers. So they take no more memory, and the results are those of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+_NARROW = ("bfloat16", "float16")
+# Instructions with which oneDNN multiplies bfloat16 fast.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,47 +33,67 @@ class Dtypes:
     weights: str
 
 
-def choose_dtypes(wish: str, stored: str, *, on_cpu: bool) -> Dtypes:
+def choose_dtypes(wish: str, stored: str, device: str, *, quantised: bool = False) -> Dtypes:
     """Return the float types of a run.
 
     Args:
         wish: the option --dtype.
         stored: type of the checkpoint's weights. For quantised ones, the type that config.json names.
-        on_cpu: the run computes on CPUs like the one here.
+        device: the option --device. CPUs are taken to be like the one here.
+        quantised: the weights are quantised. They are dequantised to the type that the user wishes.
     """
     if wish != "auto":
-        return Dtypes(wish, wish)
+        narrow = wish == "float32" and stored in _NARROW and not quantised
+        return Dtypes(wish, stored if narrow and has_float_products() and computes_on_cpu(device) else wish)
     slow = stored == "float16" or (stored == "bfloat16" and not has_bf16_products())
-    return Dtypes("float32" if on_cpu and slow and has_float_products() else stored, stored)
+    return Dtypes("float32" if slow and has_float_products() and computes_on_cpu(device) else stored, stored)
 
 
 def why_slow(dtypes: Dtypes) -> str | None:
     """Return why a run on CPUs like the one here is several times as slow as it could be; None if it is not."""
-    if dtypes.compute == "float16" or (dtypes.compute == "bfloat16" and not has_bf16_products()):
-        remedy = "give --dtype float32" if has_float_products() else "run  pip install 'sarathi-pp[cpu]'"
-        return (
-            f"this CPU has no fast products in {dtypes.compute}, or the package numba is missing; linear layers take "
-            f"several times as long as in float32. To avoid it, {remedy}"
-        )
-    return None
+    fast = dtypes.compute == "bfloat16" and (has_bf16_products() or not _BF16_FLAGS.isdisjoint(_cpu_flags()))
+    if dtypes.compute not in _NARROW or fast:
+        return None
+    lacks_numba = find_spec("numba") is None
+    remedy = "run  pip install 'sarathi-pp[cpu]'" if lacks_numba else "give --dtype float32"
+    return (
+        f"this CPU has no fast products in {dtypes.compute}. Linear layers take several times as long as in float32. "
+        f"To avoid it, {remedy}"
+    )
 
 
+@cache
 def has_bf16_products() -> bool:
-    """Return whether our product in bfloat16 runs on this CPU. It needs AVX512-BF16, and the package numba."""
+    """Return whether our product in bfloat16 runs on this CPU. It needs AVX512-BF16, and the package numba.
+
+    numba is optional, and slow to import.
+    """
     try:
-        from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16  # numba is optional
+        from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
     except ImportError:  # not installed, or not for this numpy
         return False
     return has_avx512_bf16()
 
 
+@cache
 def has_float_products() -> bool:
-    """Return whether our product in float32 runs on this CPU. It needs AVX2 or AVX512, and the package numba."""
+    """Return whether our product in float32 runs on this CPU. It needs numba, and AVX2, AVX512 or AArch64."""
     try:
-        from sarathi_pp_kernels.cpu.simd.target import target  # numba is optional
+        from sarathi_pp_kernels.cpu.simd.target import target
     except ImportError:
         return False
     return target().lanes > 0
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    """Return Linux's names of the CPU's features; none if they cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return frozenset()
+    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
+    return frozenset(next(lines, "").split())
 
 
 def computes_on_cpu(device: str) -> bool:

@@ -7,6 +7,8 @@ replaced by faster ones. They are fused and packed (rewrite.py, packed_embedding
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -266,18 +268,27 @@ def _stored(
 def _narrow_types(tensors: Mapping[str, Weight], family: Family) -> NarrowType:
     """Return a function that tells the narrower types of a model's matrices by their names in the model.
 
-    If all matrices of the stage are stored in the same narrow type, it is that of every name. Otherwise a name counts
-    only if it is the name of a stored tensor, because transformers may merge or rename tensors.
+    transformers may merge or rename tensors, such as those of experts. A name that no stored tensor has gets the type
+    of the layer's other matrices, with or without those of experts, if they are all alike. Otherwise it gets that of the
+    computation, which `stage_bytes` does not count.
     """
-    kinds = {weight.dtype for weight in tensors.values() if len(weight.shape) > 1}
-    alike = next(iter(kinds)) if len(kinds) == 1 else None
+    groups: defaultdict[tuple[str | None, bool], set[torch.dtype]] = defaultdict(set)
+    for key, weight in tensors.items():
+        if len(weight.shape) > 1:
+            groups[_group_of(key)].add(weight.dtype)
 
     def narrow_type(name: str) -> torch.dtype | None:
         stored = tensors.get(name) or tensors.get(name.removeprefix(f"{family.base}."))
-        found = stored.dtype if stored is not None else alike
-        return found if found in NARROW else None
+        kinds = {stored.dtype} if stored is not None else groups[_group_of(name)]
+        return next(iter(kinds)) if len(kinds) == 1 and kinds <= set(NARROW) else None
 
     return narrow_type
+
+
+def _group_of(name: str) -> tuple[str | None, bool]:
+    """Return the number of the layer to which a tensor belongs, None for none, and whether it is one of the experts."""
+    layer = re.search(r"\.(\d+)\.", f".{name}")
+    return layer[1] if layer is not None else None, ".experts." in name
 
 
 def _num_bytes(tensors: Mapping[str, Weight]) -> int:

@@ -180,7 +180,7 @@ def _devices(device: torch.device) -> Iterator[Finding]:
 
 
 def _dtypes(facts: ModelFacts, device: torch.device) -> Dtypes:
-    return choose_dtypes("auto", facts.dtype, on_cpu=device.type == "cpu")
+    return choose_dtypes("auto", facts.dtype, device.type)
 
 
 def _dtype(facts: ModelFacts, device: torch.device) -> Finding:

@@ -92,6 +92,7 @@ class Preflight:
         warnings: sentences for the user about what may not be as intended.
         identity: values that a later start must share to resume the output of this one, see run_identity.py; empty if
             no later start can resume it.
+        reads_text: False if all prompts are token ids, and no text is written.
         names_grammars: input lines name grammars. Only rank 0 knows it, and only if the input is a file. None: unknown.
     """
 
@@ -105,6 +106,7 @@ class Preflight:
     warnings: tuple[str, ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
     names_grammars: bool | None = None
+    reads_text: bool = True
 
     @property
     def prepares_grammars(self) -> bool:
@@ -124,9 +126,9 @@ class Preflight:
         return dtypes_of(self.config, self.facts)
 
     def tokenizer(self) -> Tokenizer:
-        """Load the model's tokenizer. If stages are emulated, return one without files, for token ids only."""
+        """Load the model's tokenizer, or return one without files, for token ids only."""
         vocab_size = self.facts.vocab_size
-        if self.model_dir is None:
+        if self.model_dir is None or not self.reads_text:
             return Tokenizer(None, vocab_size=vocab_size)
         return Tokenizer.load(self.model_dir, vocab_size=vocab_size, eos_token_ids=self.defaults.eos_token_ids)
 
@@ -167,7 +169,7 @@ def preflight(options: BatchOptions) -> Preflight:
     defaults = _generation_defaults(config, model_dir)
     defaults = defaults.with_command(config.sampling_overrides)
     warnings = [*defaults.warnings, *profile_mismatch(config, dtypes_of(config, facts).compute)]
-    if config.emulate is None and computes_on_cpu(config.device) and (slow := why_slow(dtypes_of(config, facts))):
+    if config.emulate is None and (slow := why_slow(dtypes_of(config, facts))) and computes_on_cpu(config.device):
         warnings.append(slow)
     if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(
@@ -220,6 +222,8 @@ def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Ide
         )
     changed = differences(before, grown_input(before, identity, options.input_path))
     if changed:
+        if before.get("dtype") not in (None, identity["dtype"]):
+            remedy = f"give --dtype {before['dtype']}, {remedy}"
         raise ConfigError(
             f"--resume: {options.output_path} was written by a different run: {'; '.join(changed)}; {remedy}"
         )
@@ -305,8 +309,9 @@ def follow(options: BatchOptions) -> Preflight:
 
 def dtypes_of(config: RunConfig, facts: ModelFacts) -> Dtypes:
     """Return the float types of a run. Emulated stages compute nothing, so their type is that of the profile."""
-    on_cpu = config.emulate is None and computes_on_cpu(config.device)
-    return choose_dtypes(config.dtype, facts.dtype, on_cpu=on_cpu)
+    if config.emulate is not None:
+        return Dtypes(facts.dtype, facts.dtype)
+    return choose_dtypes(config.dtype, facts.dtype, config.device, quantised=facts.quantised is not None)
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:

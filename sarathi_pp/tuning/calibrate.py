@@ -68,7 +68,7 @@ def run_profile(
         if config.run_dir is not None and env.rank == 0:
             run_dir = held.enter_context(RunDirectory.claim(config.run_dir, overwrite=overwrite))
         config = replace(config, run_dir=run_dir.path)
-        checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir)
+        checked = Preflight(config, model_dir, profile, facts, GenerationDefaults(), run_dir, reads_text=False)
         ending = Ending(env, config, display, run_dir)
         found: dict[str, Any] | None = None
         with exit_code(ending):

@@ -62,7 +62,7 @@ class PlannedModel:
             return cls(directory, check_model(directory), open_checkpoint(directory), from_config=False)
         from sarathi_pp.model.checkpoint.shapes import describe_tensors  # takes seconds
 
-        return cls(directory, facts, describe_tensors(directory), from_config=True)
+        return cls(directory, facts, describe_tensors(directory, facts.dtype), from_config=True)
 
     def notes(self, config: RunConfig, device: str) -> list[str]:
         """Return notes for the user about the source of the sizes."""
@@ -79,7 +79,7 @@ class PlannedModel:
 
     def dtypes(self, config: RunConfig, device: str) -> Dtypes:
         """Return the float types of a run on "cpu" or "cuda". All CPUs are taken to be like the one here."""
-        return choose_dtypes(config.dtype, self.facts.dtype, on_cpu=device == "cpu")
+        return choose_dtypes(config.dtype, self.facts.dtype, device, quantised=self.facts.quantised is not None)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
 def on(monkeypatch: pytest.MonkeyPatch, *, bf16: bool, float32: bool) -> None:
     monkeypatch.setattr(dtypes, "has_bf16_products", lambda: bf16)
     monkeypatch.setattr(dtypes, "has_float_products", lambda: float32)
+    monkeypatch.setattr(dtypes, "_cpu_flags", frozenset)
+    monkeypatch.setattr(dtypes, "find_spec", lambda name: object() if float32 else None)
 
 
 @pytest.mark.parametrize(
@@ -28,14 +30,14 @@ def test_auto_never_takes_a_slow_type_on_a_cpu(
     stored: str, bf16: bool, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, bf16=bf16, float32=True)
-    found = choose_dtypes("auto", stored, on_cpu=True)
+    found = choose_dtypes("auto", stored, "cpu")
     assert found == Dtypes(compute, stored) and why_slow(found) is None
-    assert choose_dtypes("auto", stored, on_cpu=False) == Dtypes(stored, stored)
+    assert choose_dtypes("auto", stored, "cuda") == Dtypes(stored, stored)
 
 
 def test_a_wish_is_kept_and_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, bf16=False, float32=True)
-    found = choose_dtypes("bfloat16", "float32", on_cpu=True)
+    found = choose_dtypes("bfloat16", "float32", "cpu")
     assert found == Dtypes("bfloat16", "bfloat16")
     assert "no fast products in bfloat16" in str(why_slow(found)) and "--dtype float32" in str(why_slow(found))
     assert why_slow(Dtypes("float32", "float32")) is None
@@ -45,5 +47,22 @@ def test_a_wish_is_kept_and_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_numba_the_type_stays_and_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, bf16=False, float32=False)
-    found = choose_dtypes("auto", "bfloat16", on_cpu=True)
+    found = choose_dtypes("auto", "bfloat16", "cpu")
     assert found == Dtypes("bfloat16", "bfloat16") and "pip install 'sarathi-pp[cpu]'" in str(why_slow(found))
+
+
+def test_without_numba_bfloat16_is_fast_on_a_processor_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN uses its instructions."""
+    on(monkeypatch, bf16=False, float32=False)
+    monkeypatch.setattr(dtypes, "_cpu_flags", lambda: frozenset({"avx2", "avx512_bf16"}))
+    assert why_slow(choose_dtypes("auto", "bfloat16", "cpu")) is None
+    assert why_slow(choose_dtypes("auto", "float16", "cpu")) is not None
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_a_wish_for_float32_keeps_weights_as_they_are_stored(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised weights are dequantised to float32 then, as the user wishes."""
+    on(monkeypatch, bf16=True, float32=True)
+    assert choose_dtypes("float32", stored, "cpu") == Dtypes("float32", stored)
+    assert choose_dtypes("float32", stored, "cuda") == Dtypes("float32", "float32")
+    assert choose_dtypes("float32", stored, "cpu", quantised=True) == Dtypes("float32", "float32")

@@ -80,7 +80,7 @@ def test_of_mixed_types_each_weight_keeps_its_own(tmp_path: Path) -> None:
     wide = tmp_path / "wide"
     for directory in (wide, tmp_path / "mixed"):
         write_checkpoint("qwen3_moe", directory)
-    kept = ("mlp.gate.weight", "down_proj", "layers.1.self_attn.o_proj.weight")
+    kept = ("mlp.gate.weight", "experts.1.down_proj", "layers.1.self_attn.o_proj.weight")
     rewrite(wide, lambda name, tensor: tensor if any(part in name for part in kept) else rounded(name, tensor))
     mixed = tmp_path / "mixed"
     rewrite(mixed, lambda name, tensor: tensor if any(part in name for part in kept) else narrow(name, tensor))
@@ -89,6 +89,16 @@ def test_of_mixed_types_each_weight_keeps_its_own(tmp_path: Path) -> None:
         for directory in (wide, mixed)
     )
     assert all(torch.equal(found[name][at], row) for name, rows in expected.items() for at, row in rows.items())
+
+
+def test_one_wide_router_does_not_widen_the_experts(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_moe", tmp_path)
+    rewrite(tmp_path, lambda name, tensor: tensor if "mlp.gate.weight" in name else narrow(name, tensor))
+    for layers in TWO_STAGES:
+        stage = load(tmp_path, layers)
+        wide = {name for name, one in stage.module.named_parameters() if one.dim() > 1 and one.dtype == torch.float32}
+        assert wide and all(name.endswith("mlp.gate.weight") for name in wide)
+        assert 0.9 < held_bytes(stage) / stage.num_bytes < 1.1
 
 
 def test_a_computation_in_bfloat16_has_no_wide_embedding(tmp_path: Path) -> None:

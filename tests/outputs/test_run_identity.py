@@ -33,7 +33,7 @@ def prompts(tmp_path):
 def identity(model, prompts, config=CONFIG, **sampling):
     defaults = read_generation_config(model).with_command(sampling)
     facts = check_model(model)
-    dtypes = choose_dtypes(config.dtype, facts.dtype, on_cpu=True)
+    dtypes = choose_dtypes(config.dtype, facts.dtype, "cpu")
     return identity_of(config, facts, dtypes, defaults, model, str(prompts))
 
 

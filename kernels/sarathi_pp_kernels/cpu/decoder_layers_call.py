@@ -29,6 +29,7 @@ from sarathi_pp_kernels.cpu.decoder_layers import (
     run_layers_float,
     work_bytes,
 )
+from sarathi_pp_kernels.cpu.simd.barrier import GIVEN_UP
 from sarathi_pp_kernels.cpu.simd.products import BF16, FLOAT32, FLOAT32_BF16, FLOAT32_FP16
 from sarathi_pp_kernels.cpu.threads import run_team
 
@@ -196,7 +197,7 @@ class DecoderLayersCall:
             given = shape, microbatch, chunk_table, work, team, steps
             self._run(self._addresses, self._code, *given, x.data_ptr(), out.data_ptr())
 
-        run_team([partial(run, thread) for thread in range(num_threads)])
+        run_team([partial(run, thread) for thread in range(num_threads)], lambda: arrived.fill_(GIVEN_UP))
         return out
 
     def _attention_floats(self, chunks: Sequence[tuple[int, int, int, int]], tiles: Tiles) -> int:
@@ -204,7 +205,7 @@ class DecoderLayersCall:
         heads, head_dim, page_size = self._shape.num_heads, self._shape.head_dim, self._shape.page_size
         if self._dtype == torch.float32:
             sizes = zip(tiles.counts, tiles.ends, strict=True)
-            return max(attention_decode.scratch_floats(*size, heads, head_dim) for size in sizes)
+            return max((attention_decode.scratch_floats(*size, heads, head_dim) for size in sizes), default=0)
         group, found = heads // self._shape.num_kv_heads, 0
         if chunks:
             found = attention_prefill.scratch_floats(max(rows for _, rows, _, _ in chunks), group, head_dim)

@@ -26,13 +26,21 @@ def run_parallel(pieces: Sequence[Callable[[], None]]) -> None:
         piece.result()
 
 
-def run_team(pieces: Sequence[Callable[[], None]]) -> None:
+def run_team(pieces: Sequence[Callable[[], None]], give_up: Callable[[], object]) -> None:
     """Run functions that wait for each other, as `run_parallel` does. Only one team runs at a time.
 
     With two teams, some members could wait for others that find no free thread.
+
+    Args:
+        give_up: lets all members go on. It is called if one of them will not come, for example because no thread could
+            be started. Otherwise the others would wait for it for ever.
     """
     with _team if len(pieces) > 1 else nullcontext():
-        run_parallel(pieces)
+        try:
+            run_parallel(pieces)
+        except BaseException:
+            give_up()
+            raise
 
 
 def split_range(count: int, step: int = 1) -> list[range]:

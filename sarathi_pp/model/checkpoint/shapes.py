@@ -16,11 +16,17 @@ import transformers
 from sarathi_pp.model.checkpoint.files import ITEM_BYTES, Checkpoint, TensorEntry
 from sarathi_pp.model.checkpoint.pretrained import load_config, refuse_config
 
+# Names of float types in files.
+_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
-def describe_tensors(directory: Path) -> Checkpoint:
+
+def describe_tensors(directory: Path, dtype: str) -> Checkpoint:
     """Return the tensors that a model with this config.json has. No weights are read.
 
     A tensor that two modules share is listed once, under its first name.
+
+    Args:
+        dtype: float type of the weights, by torch's name.
 
     Raises:
         InputError: transformers cannot create a model from this config.json.
@@ -33,12 +39,11 @@ def describe_tensors(directory: Path) -> Checkpoint:
         raise refuse_config(directory, error) from error
     stored = set(module.state_dict())
     named = (*module.named_parameters(), *module.named_buffers())
-    tensors = {name: _entry(directory, tensor) for name, tensor in named if name in stored}
+    tensors = {name: _entry(directory, tensor, dtype) for name, tensor in named if name in stored}
     return Checkpoint(tensors, {})
 
 
-def _entry(directory: Path, tensor: torch.Tensor) -> TensorEntry:
-    """Describe one tensor. Any float type counts as F32, since loading converts them all to the dtype of the run."""
-    dtype = "F32" if tensor.is_floating_point() else "I64"
+def _entry(directory: Path, tensor: torch.Tensor, dtype: str) -> TensorEntry:
+    stored = _STORED[dtype] if tensor.is_floating_point() else "I64"
     shape = tuple(tensor.shape)
-    return TensorEntry(directory / "config.json", dtype, shape, 0, math.prod(shape) * ITEM_BYTES[dtype])
+    return TensorEntry(directory / "config.json", stored, shape, 0, math.prod(shape) * ITEM_BYTES[stored])

@@ -42,8 +42,11 @@ class HeldTypes:
         return cls(compute, dequantised or compute, as_stored)
 
     def of(self, entry: Entry) -> torch.dtype:
-        """Return the type in which a weight is held. Vectors are small, and are converted."""
-        if not self.as_stored or len(entry.shape) < 2:
+        """Return the type in which a weight is held.
+
+        Vectors are small, and are converted. So are matrices with an odd number of inputs, because products read pairs.
+        """
+        if not self.as_stored or len(entry.shape) < 2 or entry.shape[-1] % 2:
             return self.compute
         stored = DTYPES[entry.dtype] if isinstance(entry, TensorEntry) else self.dequantised
         return stored if stored in NARROW else self.compute

@@ -13,6 +13,8 @@ from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, spli
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sarathi_pp.model.dtypes import has_float_products
+
 # Outputs of a panel.
 PANEL = 16
 # Types of weights that the product widens in registers.
@@ -21,12 +23,8 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @functools.cache
 def has_float_gemm() -> bool:
-    """Return whether our matrix product in float32 runs here. It needs numba, and AVX2, AVX512 or AArch64."""
-    try:
-        from sarathi_pp_kernels.cpu.simd.target import target  # numba is optional
-    except ImportError:  # not installed, or not for this numpy
-        return False
-    return target().lanes > 0
+    """Return whether our matrix product in float32 runs here. See `has_float_products`."""
+    return has_float_products()
 
 
 def float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

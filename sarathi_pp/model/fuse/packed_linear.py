@@ -18,6 +18,7 @@ from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, spli
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sarathi_pp.model.dtypes import has_bf16_products
 from sarathi_pp.model.fuse.float_linear import FloatLinear, has_float_gemm
 
 # oneDNN builds kernels for each new number of rows, in 10 to 20 ms per shape of weights. It takes up to 40 % longer if
@@ -248,15 +249,8 @@ class OneDnnLinear(nn.Module):
 
 @functools.cache
 def has_gemm() -> bool:
-    """Return whether our own matrix product runs here. It needs a processor with AVX512-BF16, and numba.
-
-    numba is an optional package and slow to import, so it is not imported at the top.
-    """
-    try:
-        from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
-    except ImportError:  # not installed, or not for this numpy
-        return False
-    return has_avx512_bf16()
+    """Return whether our own matrix product in bfloat16 runs here. See `has_bf16_products`."""
+    return has_bf16_products()
 
 
 def has_onednn() -> bool:

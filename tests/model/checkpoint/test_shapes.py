@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint.shapes import describe_tensors
@@ -21,12 +22,22 @@ SPANS = ((0, 2), (2, 4), (4, NUM_LAYERS), (0, NUM_LAYERS), (NUM_LAYERS, NUM_LAYE
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_stage_has_the_bytes_that_loading_takes(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
-    described = describe_tensors(tmp_path)
+    described = describe_tensors(tmp_path, "float32")
     for dtype, spans in ((torch.float32, SPANS), (torch.bfloat16, SPANS[-2:])):
-        stored = [stage_bytes(tmp_path, span, HeldTypes.on("cuda", dtype)) for span in spans]
-        assert [
-            stage_bytes(tmp_path, span, HeldTypes.on("cuda", dtype), checkpoint=described) for span in spans
-        ] == stored
+        held = HeldTypes.on("cuda", dtype)
+        stored = [stage_bytes(tmp_path, span, held) for span in spans]
+        assert [stage_bytes(tmp_path, span, held, checkpoint=described) for span in spans] == stored
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2", "gemma3_text"])
+def test_narrow_weights_have_the_bytes_that_loading_takes(family: str, tmp_path: Path) -> None:
+    """Matrices stay in bfloat16 in a computation in float32."""
+    write_checkpoint(family, tmp_path)
+    path, held = tmp_path / "model.safetensors", HeldTypes.on("cpu", torch.float32)
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    described = describe_tensors(tmp_path, "bfloat16")
+    for span in SPANS:
+        assert stage_bytes(tmp_path, span, held, checkpoint=described) == stage_bytes(tmp_path, span, held)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -35,7 +46,7 @@ def test_each_shard_has_the_bytes_that_loading_takes(family: str, tmp_path: Path
     shard = TensorShard(0, 2, lambda summand: summand)
     stored, described = (
         stage_bytes(tmp_path, (1, NUM_LAYERS), HeldTypes.on("cuda", torch.float32), shard, checkpoint)
-        for checkpoint in (None, describe_tensors(tmp_path))
+        for checkpoint in (None, describe_tensors(tmp_path, "float32"))
     )
     assert stored == described
 
@@ -45,4 +56,4 @@ def test_a_config_for_which_transformers_has_no_model_is_an_input_error(tmp_path
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "none-such"}))
     with pytest.raises(InputError, match="hidden_act is 'none-such'"):
-        describe_tensors(tmp_path)
+        describe_tensors(tmp_path, "float32")

@@ -27,6 +27,7 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed
+from tests.machine import patient
 from tests.model.families import FAMILIES, build_model
 
 pytestmark = pytest.mark.timeout(600)  # compiling is slow for many layers
@@ -215,6 +216,27 @@ def test_two_teams_at_once_do_not_wait_for_each_other_for_ever(kind):
         for _ in range(5):
             for found in pool.map(lambda model: run(model, ROUNDS), models):
                 assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@for_all_kinds
+def test_a_team_of_which_one_cannot_start_does_not_wait_for_it(kind, monkeypatch):
+    """The error is raised, the threads that have started end, and the next microbatch is right."""
+    torch.set_num_threads(3)
+    compiled = pair("llama", kind)[1]
+    expected, submitted, submit = run(compiled, ROUNDS), [], ThreadPoolExecutor.submit
+
+    def failing(self: ThreadPoolExecutor, work: Any) -> Any:
+        if submitted:
+            raise RuntimeError("can't start new thread")
+        submitted.append(submit(self, work))
+        return submitted[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadPoolExecutor, "submit", failing)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            run(compiled, ROUNDS)
+    submitted[0].result(timeout=patient(20))
+    assert all(torch.equal(one, other) for one, other in zip(expected, run(compiled, ROUNDS), strict=True))
 
 
 @for_all_kinds

@@ -131,7 +131,7 @@ def test_nan_and_infinity_stay_in_their_outputs(held: torch.dtype) -> None:
 @pytest.mark.parametrize("held", TYPES)
 @torch.inference_mode()
 def test_a_long_sum_is_as_exact_as_its_blocks(held: torch.dtype) -> None:
-    """Of positive numbers, a single sum of 16,384 products is off by a hundred units of the last place, and more."""
+    """A single sum of 16,384 positive products is off by a hundred units of the last place, and more."""
     torch.manual_seed(0)
     linear = nn.Linear(16384, 16, bias=False).requires_grad_(False)
     linear.weight.data = torch.rand(16, 16384).to(held)

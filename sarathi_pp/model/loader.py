@@ -269,8 +269,8 @@ def _narrow_types(tensors: Mapping[str, Weight], family: Family) -> NarrowType:
     """Return a function that tells the narrower types of a model's matrices by their names in the model.
 
     transformers may merge or rename tensors, such as those of experts. A name that no stored tensor has gets the type
-    of the layer's other matrices, with or without those of experts, if they are all alike. Otherwise it gets that of the
-    computation, which `stage_bytes` does not count.
+    of the layer's other matrices, with or without those of experts, if they are all alike. Otherwise it gets that of
+    the computation, which `stage_bytes` does not count.
     """
     groups: defaultdict[tuple[str | None, bool], set[torch.dtype]] = defaultdict(set)
     for key, weight in tensors.items():

@@ -102,7 +102,7 @@ class Team(NamedTuple):
 
     Attributes:
         thread: index of the calling thread, from 0.
-        arrived: address of an int64 that is 0 before the call.
+        arrived: see wait_for_all.
         floats_bytes: bytes of the scratch memory of each thread.
     """
 

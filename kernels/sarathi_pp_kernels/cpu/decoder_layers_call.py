@@ -190,14 +190,14 @@ class DecoderLayersCall:
         floats_bytes = -(-needed.floats // _LINE_BYTES) * _LINE_BYTES  # no two threads write to one line
         work = self._memory.addresses(needed._replace(floats=num_threads * floats_bytes))
         chunk_table = np.array(chunks, np.int64) if chunks else _NO_CHUNKS
-        out, arrived = torch.empty_like(x), torch.zeros(1, dtype=torch.int64)
+        out, arrived = torch.empty_like(x), torch.zeros(2, dtype=torch.int64)
 
         def run(thread: int) -> None:
             team = Team(thread, num_threads, arrived.data_ptr(), floats_bytes)
             given = shape, microbatch, chunk_table, work, team, steps
             self._run(self._addresses, self._code, *given, x.data_ptr(), out.data_ptr())
 
-        run_team([partial(run, thread) for thread in range(num_threads)], lambda: arrived.fill_(GIVEN_UP))
+        run_team([partial(run, thread) for thread in range(num_threads)], lambda: arrived[0].fill_(GIVEN_UP))
         return out
 
     def _attention_floats(self, chunks: Sequence[tuple[int, int, int, int]], tiles: Tiles) -> int:

@@ -1,9 +1,10 @@
 """The float types of a run: the one in which it computes, and the one of its weights. Imports no torch.
 
 `--dtype auto` computes in the type of the checkpoint, unless a CPU has no fast products in it. Few CPUs have such
-products for bfloat16, and none for float16. There, torch converts each number for each product, which takes several
-times as long as float32. So `auto` then computes in float32. Weights stay in the type of the checkpoint, and are
-widened in registers. So they take no more memory, and the results are those of a float32 model with these weights.
+products for bfloat16, and fewer for float16, in which we have none. Elsewhere torch converts each number for each
+product, which takes several times as long as float32. So `auto` then computes in float32. Weights stay in the type of
+the checkpoint, and are widened in registers. So they take no more memory, and the results are those of a float32 model
+with these weights.
 """
 
 from __future__ import annotations

@@ -32,10 +32,6 @@ def rewrite(directory: Path, changed: Any) -> None:
     save_file({name: changed(name, tensor) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
-def rounded(name: str, tensor: Tensor) -> Tensor:
-    return tensor.bfloat16().float() if tensor.is_floating_point() else tensor
-
-
 def narrow(name: str, tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
@@ -46,13 +42,28 @@ def held_bytes(stage: StageModel) -> int:
     return packed + sum(one.numel() * one.itemsize for one in stage.module.parameters())
 
 
+def with_values_of(dtype: torch.dtype) -> Any:
+    """Return a change of weights, which keeps their type and rounds their values to those of another one."""
+    return lambda name, tensor: tensor.to(dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+rounded = with_values_of(torch.bfloat16)
+
+
 @pytest.mark.oldest
-@pytest.mark.parametrize("family", thinned())
-def test_narrow_weights_give_the_bits_of_converted_ones(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *(pytest.param(*one.values, torch.bfloat16, marks=one.marks) for one in thinned()),
+        *((family, torch.float16) for family in ("llama", "gpt2", "qwen3_moe")),
+    ],
+)
+def test_narrow_weights_give_the_bits_of_converted_ones(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     wide, stored = tmp_path / "wide", tmp_path / "stored"
-    for directory, changed in ((wide, rounded), (stored, narrow)):
+    for directory in (wide, stored):
         write_checkpoint(family, directory)
-        rewrite(directory, changed)
+        rewrite(directory, with_values_of(dtype))
+    rewrite(stored, lambda name, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
     expected = run_schedule([load(wide, layers) for layers in TWO_STAGES], check_model(wide))
     stages = [load(stored, layers) for layers in TWO_STAGES]
     found = run_schedule(stages, check_model(stored))

@@ -63,7 +63,6 @@ def why_slow(dtypes: Dtypes) -> str | None:
     )
 
 
-@cache
 def has_bf16_products() -> bool:
     """Return whether our product in bfloat16 runs on this CPU. It needs AVX512-BF16, and the package numba.
 
@@ -76,7 +75,6 @@ def has_bf16_products() -> bool:
     return has_avx512_bf16()
 
 
-@cache
 def has_float_products() -> bool:
     """Return whether our product in float32 runs on this CPU. It needs numba, and AVX2, AVX512 or AArch64."""
     try:

@@ -27,7 +27,7 @@ GIVEN_UP = -(1 << 62)
 def wait_for_all(typing, arrived, num_threads):  # type: ignore[no-untyped-def]
     """Wait until each of the threads has made this call as often as the calling one.
 
-    What a thread has written before the call can be read by the others after it.
+    After the call, each thread sees what the others wrote before it.
 
     Args:
         arrived: address of two int64, which are 0 before the first call. The first one counts the calls of all threads.

@@ -25,6 +25,11 @@ import numpy as np
 from awake import awake
 from record import Record, spread
 
+from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.drawing.grammar import GrammarThread
+from sarathi_pp.stages.tokenizer_files import TokenizerFiles
+from sarathi_pp.structured_outputs import StructuredOutputs
+from sarathi_pp.text.grammar import grammar_text
 from sarathi_pp.trace.clock import SystemClock
 
 VOCABULARY = 131_072
@@ -88,23 +93,25 @@ def make_model(directory: Path) -> None:
 
 
 def mask_times(directory: Path, outputs: int) -> tuple[float, list[float]]:
-    """Return the seconds to read the vocabulary, and those of each mask of some random outputs."""
-    from llguidance import LLMatcher
-    from llguidance.hf import from_tokenizer
-    from transformers import AutoTokenizer
-
-    clock = SystemClock()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    """Return the seconds to load the tokenizer and its vocabulary, and those of each mask of some random outputs."""
+    clock, grammars = SystemClock(), GrammarThread(TokenizerFiles(directory))
     start_s = clock.now()
-    vocabulary = from_tokenizer(tokenizer)
+    grammars.warm_up()
     read_s, times, draw = clock.now() - start_s, [], np.random.default_rng(0)
+    grammar = grammar_text(StructuredOutputs.read({"json": SCHEMA}))
+    rules = DrawRules(num_prompt=1, grammar=grammar, end_token_ids=(EOS,))
     for _ in range(outputs):
-        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA)), log_level=0)
+        guide = grammars.guide(rules)
+        grammars.compute([]).result()  # it is compiled
         for _ in range(MASKED_TOKENS):
+            mask = guide.next_mask()
+            assert mask is not None, "the grammar begins at once"
             start_s = clock.now()
-            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask.compute()
             times.append(clock.now() - start_s)
-            matcher.consume_token(int(draw.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")))))
+            assert mask.value is not None, "the array goes on"
+            allowed = np.flatnonzero(np.unpackbits(mask.value.view(np.uint8), bitorder="little"))
+            guide.add(int(draw.choice(allowed)))
     return read_s, times
 
 

@@ -8,6 +8,7 @@ without such rules has none of these objects.
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import math
 from dataclasses import asdict, dataclass, fields
@@ -29,7 +30,7 @@ class Failure(enum.IntEnum):
     GRAMMAR = 3  # the request's grammar is beyond the limits of its library, or names a token that does not exist
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DrawRules:
     """The rules of one request. The defaults change nothing.
 
@@ -81,7 +82,7 @@ class DrawRules:
     grammar: str = ""
     start_after: int | None = None
 
-    @property
+    @functools.cached_property
     def edits(self) -> bool:
         """Return whether the rules change scores. A row that only wants log probabilities keeps its logits."""
         return any(getattr(self, name) != default for name, default in _DEFAULTS.items() if name != "logprobs")

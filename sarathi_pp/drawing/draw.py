@@ -72,7 +72,7 @@ def _draw_greedy(logits: Tensor, edits: Edits) -> Iterator[tuple[int, Drawn]]:
         group = {index: edit for index, edit in edits.items() if edit.changes_scores == changes}
         if not group:
             continue
-        allowed = allowed_bits(list(group.values()), logits.shape[1])
+        allowed = [allowed_bits(edit, logits.shape[1]) for edit in group.values()]
         if changes:
             found = likeliest(changed_scores(logits, group), allowed=allowed)
         else:
@@ -102,7 +102,7 @@ def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> 
 
 
 def _no_token(edit: Edit) -> Drawn:
-    follows = edit.mask is None or edit.mask.result() is not None
+    follows = edit.mask is None or edit.mask.value is not None
     return Drawn(0, Failure.NO_TOKEN if follows else Failure.GRAMMAR)
 
 

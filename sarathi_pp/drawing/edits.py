@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sarathi_pp.drawing.grammar import Mask
 from sarathi_pp.drawing.history import Edit
 from sarathi_pp.drawing.likeliest import Bits
 
@@ -31,9 +32,9 @@ def edited_scores(logits: Tensor, edits: Mapping[int, Edit]) -> Tensor:
     # A NaN is both the least and the largest of its row.
     finite = scores.amin(-1).isfinite() & scores.amax(-1).isfinite()
     _change(scores, changes)
-    allowed = allowed_bits(changes, scores.shape[1])
-    if allowed is not None:
-        torch.minimum(scores, _caps(allowed, scores), out=scores)
+    bits = [allowed_bits(edit, scores.shape[1]) for edit in changes]
+    if any(of_row is not None for of_row in bits):
+        torch.minimum(scores, _caps(bits, scores), out=scores)
     scores[:, 0].masked_fill_(~finite, torch.nan)  # one is enough, and takes less time
     return scores
 
@@ -45,38 +46,45 @@ def changed_scores(logits: Tensor, edits: Mapping[int, Edit]) -> Tensor:
     return scores
 
 
-def allowed_bits(edits: Sequence[Edit], width: int) -> Bits | None:
-    """Return the tokens that the rules of n rows allow, (n, words); None if they allow all.
-
-    Bit b of word w is token 32 * w + b. The bits above the vocabulary have no meaning.
+def allowed_bits(edit: Edit, width: int) -> Bits | None:
+    """Return the tokens that the rules of a row allow; None if they allow all. It may be the grammar's own mask.
 
     Args:
         width: number of tokens of the vocabulary.
     """
-    if not any(len(edit.banned) or edit.allowed is not None or edit.mask is not None for edit in edits):
-        return None
-    bits = np.full((len(edits), -(-width // 32)), _ALL)
-    for row, edit in zip(bits, edits, strict=True):
-        if edit.allowed is not None:
-            flags = np.zeros(32 * len(row), np.bool_)
-            flags[edit.allowed] = True
-            row &= np.packbits(flags, bitorder="little").view(np.uint32)
-        if edit.mask is not None:
-            mask = edit.mask.result()
-            kept = row[:0] if mask is None else mask[: len(row)]
-            row[: len(kept)] &= kept
-            row[len(kept) :] = 0
-    rows = np.repeat(np.arange(len(edits)), [len(edit.banned) for edit in edits])
-    banned = np.concatenate([edit.banned for edit in edits])
-    np.bitwise_and.at(bits, (rows, banned >> 5), ~(np.uint32(1) << (banned & 31).astype(np.uint32)))
+    num_words, bits = -(-width // 32), None
+    if edit.mask is not None:
+        bits = _fitted(edit.mask.value, num_words)
+    if edit.allowed is not None:
+        flags = np.zeros(32 * num_words, np.bool_)
+        flags[edit.allowed] = True
+        allowed = np.packbits(flags, bitorder="little").view(np.uint32)
+        bits = allowed if bits is None else bits & allowed
+    if len(edit.banned):
+        bits = np.full(num_words, _ALL) if bits is None else bits.copy()
+        np.bitwise_and.at(bits, edit.banned >> 5, ~(np.uint32(1) << (edit.banned & 31).astype(np.uint32)))
     return bits
 
 
-def _caps(bits: Bits, scores: Tensor) -> Tensor:
+def _fitted(mask: Mask, num_words: int) -> Bits:
+    """Return the bits of a mask. Tokens above it may not be drawn."""
+    if mask is not None and len(mask) >= num_words:
+        return mask[:num_words]
+    bits = np.zeros(num_words, np.uint32)
+    if mask is not None:
+        bits[: len(mask)] = mask
+    return bits
+
+
+def _caps(bits: Sequence[Bits | None], scores: Tensor) -> Tensor:
     """Return the most that each score may be, like `scores`: infinity for allowed tokens, BANNED for the others."""
-    of_bytes = torch.from_numpy(bits.view(np.uint8)).to(scores.device, non_blocking=True)
+    table = np.full((len(bits), -(-scores.shape[1] // 32)), _ALL)
+    for row, of_row in zip(table, bits, strict=True):
+        if of_row is not None:
+            row[:] = of_row
+    of_bytes = torch.from_numpy(table.view(np.uint8)).to(scores.device, non_blocking=True)
     caps = functional.embedding(of_bytes.int(), _caps_of_bytes(scores.device))
-    return caps.view(len(bits), -1)[:, : scores.shape[1]]
+    return caps.view(len(table), -1)[:, : scores.shape[1]]
 
 
 @functools.cache

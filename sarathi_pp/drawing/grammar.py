@@ -1,8 +1,9 @@
 """Grammars of outputs: which tokens may follow, by llguidance, on a thread of its own.
 
-    prepare: new tokens -> Guide -> [mask thread: compile, consume, mask] -> Future     draw: waits for it
+    prepare: new tokens -> Guide -> NextMask    layers begin -> [grammar thread: compile, consume, mask]    draw: waits
 
-The thread works while the layers compute. Only it touches the library. A run without grammars does not have it.
+The thread works while the layers compute. One task has all masks of a microbatch, since each hand-over between threads
+takes as long as a mask. Only this thread touches the library. A run without grammars does not have it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -81,8 +84,11 @@ class GrammarThread:
 
     def guide(self, rules: DrawRules) -> Guide:
         """Return the guide of a sequence at the start of its output. Compiling begins at once."""
-        executor = self._thread()
-        return Guide(rules, executor, executor.submit(self._matcher, rules.grammar))
+        return Guide(rules, self._thread().submit(self._follower, rules))
+
+    def compute(self, masks: Sequence[NextMask]) -> Future[None]:
+        """Begin to compute masks, in this order."""
+        return self._thread().submit(_compute, masks)
 
     def _thread(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -94,17 +100,17 @@ class GrammarThread:
             self._vocabulary = _vocabulary(self._tokenizer.load())
         return self._vocabulary
 
-    def _matcher(self, grammar: str) -> tuple[LLMatcher, list[int]]:
-        """Return a new matcher of a grammar, and the ids of the tokenizer's end tokens."""
+    def _follower(self, rules: DrawRules) -> _Follower:
+        """Return a follower at the start of an output."""
         from llguidance import LLMatcher
 
-        vocabulary, compiled = self._read_vocabulary(), self._compiled
+        grammar, vocabulary, compiled = rules.grammar, self._read_vocabulary(), self._compiled
         if grammar not in compiled:
             compiled[grammar] = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
         compiled.move_to_end(grammar)
         if len(compiled) > _MOST_COMPILED:
             compiled.popitem(last=False)
-        return compiled[grammar].deep_copy(), vocabulary.eos_tokens
+        return _Follower(compiled[grammar].deep_copy(), vocabulary, rules)
 
 
 def _vocabulary(backend: Any) -> LLTokenizer:
@@ -114,15 +120,38 @@ def _vocabulary(backend: Any) -> LLTokenizer:
     return from_tokenizer(backend)
 
 
-class Guide:
-    """The grammar of one sequence, and the tokens of its output so far."""
+def _compute(masks: Sequence[NextMask]) -> None:
+    for mask in masks:
+        mask.compute()
 
-    def __init__(
-        self, rules: DrawRules, executor: ThreadPoolExecutor, matcher: Future[tuple[LLMatcher, list[int]]]
-    ) -> None:
+
+@dataclass(slots=True, eq=False)
+class NextMask:
+    """The mask of the next token of one sequence.
+
+    Attributes:
+        value: the mask. It is there when the future of `GrammarThread.compute` is done.
+    """
+
+    guide: Guide
+    new: list[int]
+    value: Mask = None
+
+    def compute(self) -> None:
+        """Compute the mask. Only the grammar thread may do this, once."""
+        self.value = self.guide.mask_after(self.new)
+
+
+class Guide:
+    """The grammar of one sequence, and the tokens of its output so far.
+
+    Args:
+        follower: computes the masks.
+    """
+
+    def __init__(self, rules: DrawRules, follower: Future[_Follower]) -> None:
         self._rules = rules
-        self._executor = executor
-        self._matcher = matcher
+        self._follower = follower
         self._new: list[int] = []
         self._begun = rules.start_after is None
 
@@ -133,31 +162,55 @@ class Guide:
         elif token_id == self._rules.start_after:
             self._begun = True
 
-    def next_mask(self) -> Future[Mask] | None:
-        """Return the mask of the next token; None before the grammar begins."""
+    def next_mask(self) -> NextMask | None:
+        """Return the mask of the next token, not yet computed; None before the grammar begins."""
         if not self._begun:
             return None
         new, self._new = self._new, []
-        return self._executor.submit(self._compute, new)
+        return NextMask(self, new)
 
-    def _compute(self, new: list[int]) -> Mask:
-        """Return the mask after the new tokens."""
+    def mask_after(self, new: list[int]) -> Mask:
+        """Return the mask after some new tokens of the output. Only the grammar thread may ask for it."""
         try:
-            matcher, ends = self._matcher.result()
+            follower = self._follower.result()
         except (ImportError, ValueError, InputError) as error:
             _log.warning("a grammar cannot be used: %s", error)
             return None
+        return follower.mask_after(new)
+
+
+class _Follower:
+    """The library's view of one output. Only the grammar thread uses it.
+
+    Args:
+        matcher: follows the output.
+        rules: they alone decide which tokens end the output. The library has the tokenizer's end tokens.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, rules: DrawRules) -> None:
+        self._matcher = matcher
+        self._num_library = -(-vocabulary.vocab_size // 32)  # it takes exactly this many words
+        self._num_words = max(self._num_library, max(rules.end_token_ids, default=0) // 32 + 1)
+        self._never = [(token // 32, ~_bit(token)) for token in vocabulary.eos_tokens]
+        self._at_end = [(token // 32, _bit(token)) for token in rules.end_token_ids]
+
+    def mask_after(self, new: list[int]) -> Mask:
+        """Return the mask after some new tokens of the output."""
+        matcher = self._matcher
         matcher.consume_tokens(new)
-        found = b"" if matcher.is_error() else matcher.compute_bitmask()
+        mask = np.zeros(self._num_words, np.uint32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_library * mask.itemsize)
         if matcher.is_error():
             _log.warning("a grammar cannot go on: %s", matcher.get_error().partition("\n")[0])
             return None
-        own = self._rules.end_token_ids
-        mask = np.zeros(max(len(found) // 4, max(own, default=0) // 32 + 1), np.uint32)
-        mask[: len(found) // 4] = np.frombuffer(found, np.uint32)
-        for token_id in ends:  # the rules alone decide which tokens end the output
-            mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        for word, bits in self._never:
+            mask[word] &= bits
         if matcher.is_accepting():
-            for token_id in own:
-                mask[token_id // 32] |= np.uint32(1 << token_id % 32)
+            for word, bits in self._at_end:
+                mask[word] |= bits
         return mask
+
+
+def _bit(token_id: int) -> np.uint32:
+    return np.uint32(1 << token_id % 32)

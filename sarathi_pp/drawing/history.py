@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sarathi_pp.core.draw_rules import DrawRules
-from sarathi_pp.drawing.grammar import Guide, Mask
+from sarathi_pp.drawing.grammar import Guide, NextMask
 
 _LEAST_ROOM = 256
+_NO_IDS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Edit:
     counts: NDArray[np.int64]
     banned: NDArray[np.int64]
     allowed: NDArray[np.int64] | None = None
-    mask: Future[Mask] | None = None
+    mask: NextMask | None = None
 
     @property
     def changes_scores(self) -> bool:
@@ -62,6 +62,7 @@ class History:
                 self._words.setdefault(word[-2], []).append(word)
         single = (word[0] for word in rules.bad_words if len(word) == 1)
         self._always_banned = np.array([*rules.banned_token_ids, *single], np.int64)
+        self._may_ban = bool(rules.no_repeat_ngram_size or self._words or rules.min_tokens or rules.banned_at_start)
         allowed = rules.allowed_token_ids
         self._allowed = None if allowed is None else np.array(allowed, np.int64)
 
@@ -73,11 +74,11 @@ class History:
 
     def edit(self) -> Edit:
         """Return the changes of the scores for the next token."""
-        used = len(self._places)
-        banned = self._always_banned
-        if now := self._banned_now():
+        banned, seen, counts = self._always_banned, _NO_IDS, _NO_IDS
+        if self._may_ban and (now := self._banned_now()):
             banned = np.concatenate([banned, np.array(list(now), np.int64)])
-        seen, counts = self._seen[:used].copy(), self._counts[:used].copy()
+        if used := len(self._places):
+            seen, counts = self._seen[:used].copy(), self._counts[:used].copy()
         mask = None if self._guide is None else self._guide.next_mask()
         return Edit(self._rules, seen, counts, banned, self._allowed, mask)
 
@@ -103,7 +104,7 @@ class History:
         self._counts[place] += is_output
 
     def _banned_now(self) -> set[int]:
-        """Return the tokens that are banned at this position only."""
+        """Return the tokens that are banned at this position only. There are none without `_may_ban`."""
         rules, tokens = self._rules, self._tokens
         found: set[int] = set()
         size = rules.no_repeat_ngram_size

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Bits of tokens, (n, words), one row of bits per row of logits. See `allowed_bits`.
+# Tokens that may be drawn, (words,): bit b of word w is token 32 * w + b. Bits above the vocabulary have no meaning.
 Bits = NDArray[np.uint32]
 
 # Results of rows without a token: a logit is NaN or infinite, or no token is allowed.
@@ -31,13 +31,15 @@ def _has_kernels() -> bool:
     return True
 
 
-def likeliest(logits: Tensor, rows: Sequence[int] | None = None, allowed: Bits | None = None) -> list[int]:
+def likeliest(
+    logits: Tensor, rows: Sequence[int] | None = None, allowed: Sequence[Bits | None] | None = None
+) -> list[int]:
     """Return the lowest id of the largest logit of each row, or NOT_FINITE or NOTHING_ALLOWED.
 
     Args:
         logits: (m, vocab) on CPU.
         rows: indexes of the n rows to read; None for all.
-        allowed: bits of the tokens that may be taken, one row for each of the n rows; None for all tokens.
+        allowed: the tokens that may be taken, for each of the n rows; None for all tokens.
     """
     from sarathi_pp_kernels.cpu import largest  # numba is optional
 
@@ -51,8 +53,10 @@ def likeliest(logits: Tensor, rows: Sequence[int] | None = None, allowed: Bits |
     addresses = logits.data_ptr() + at * (width * logits.itemsize)
     masks = np.zeros(len(at), np.int64)
     if allowed is not None:
-        assert allowed.shape[0] == len(at) and allowed.shape[1] * 32 >= width and allowed.flags.c_contiguous
-        masks += allowed.ctypes.data + np.arange(len(at)) * allowed.strides[0]
+        for row, bits in enumerate(allowed):
+            if bits is not None:
+                assert len(bits) * 32 >= width and bits.dtype == np.uint32 and bits.flags.c_contiguous
+                masks[row] = bits.ctypes.data
     found = np.empty(len(at), np.int64)
     kernel(addresses.ctypes.data, masks.ctypes.data, found.ctypes.data, len(at), width)
     return found.tolist()

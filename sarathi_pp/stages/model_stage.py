@@ -18,7 +18,6 @@ from torch import Tensor
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.policy import Limits, parse_policy
-from sarathi_pp.drawing.draw import Edits
 from sarathi_pp.drawing.drawer import Drawer
 from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.drawing.sampling import sample
@@ -302,7 +301,7 @@ class ModelStage:
         self._waits = WaitCount()
         self._grammars = grammars
         self._drawer = Drawer(grammars)
-        self._edits: dict[int, Edits] = {}  # of the microbatches in flight whose LM head this stage computes
+        self._token_draws: dict[int, TokenDraw] = {}  # of the microbatches in flight whose LM head is computed here
 
     @property
     def _draws(self) -> bool:
@@ -329,15 +328,15 @@ class ModelStage:
         # Both ends take the tokens of every microbatch, and only one of them draws.
         draws = self._draws and microbatch.head_on_first == (self._head is not None)
         edits = self._drawer.prepare(microbatch, draws=draws) if self._draws else {}
+        draw = TokenDraw(microbatch, edits, self._waits, self._grammars)
         if self._head is not None and draws:
-            # Also if there are none: after an abort, another microbatch may have had this index.
-            self._edits[microbatch.index] = edits
-        draw = TokenDraw(microbatch, edits, self._waits)
+            self._token_draws[microbatch.index] = draw
         if self.model.has_lm_head and microbatch.scores:
             return self._prepare_scores(PromptScoring(microbatch, draw), spans, ids)
         forward = self._forward(microbatch, spans, ids, draw.rows() if self.model.has_lm_head else ())
 
         def compute(hidden: Tensor | None) -> StageOutput:
+            draw.begin()
             y = forward(hidden)
             if self.model.has_lm_head:
                 return StageOutput(rows=y) if microbatch.head_on_first else draw.output(y)
@@ -353,6 +352,7 @@ class ModelStage:
         def compute(hidden: Tensor | None) -> StageOutput:
             x = token_ids if hidden is None else hidden
             assert x is not None, "a stage that does not embed gets activations"
+            scoring.begin()
             return scoring.output(self.model.rows_head(), self.model.forward_rows(x, inputs, self.kv))
 
         return compute
@@ -360,7 +360,7 @@ class ModelStage:
     def prepare_head(self, microbatch: MicroBatch) -> Compute:
         head = self._head
         assert head is not None, f"{microbatch}: its head is not here"
-        draw = TokenDraw(microbatch, self._edits.pop(microbatch.index, {}), self._waits)
+        draw = self._token_draws.pop(microbatch.index)
 
         def compute(hidden: Tensor | None) -> StageOutput:
             assert hidden is not None, "a head gets rows"

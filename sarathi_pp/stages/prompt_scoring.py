@@ -34,6 +34,10 @@ class PromptScoring:
         self._microbatch = microbatch
         self._draw = draw
 
+    def begin(self) -> None:
+        """Begin the work that goes on while the layers compute."""
+        self._draw.begin()
+
     def output(self, head: LMHead, inputs: Tensor) -> StageOutput:
         """Compute the LM head, draw tokens and score prompt tokens. A sequence whose scores fail gets no token.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.drawing.draw import Edits, draw
+from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.stages.stage import StageOutput
 from sarathi_pp.trace.clock import SystemClock
 
@@ -29,16 +30,21 @@ class TokenDraw:
     Args:
         edits: changes of the logits by the rules of requests.
         waits: counts the wait for masks.
+        grammars: computes the masks.
 
     Attributes:
         chunks: the chunks after which a token is drawn: those that reach the end of their sequence's known tokens.
     """
 
-    def __init__(self, microbatch: MicroBatch, edits: Edits, waits: WaitCount) -> None:
+    def __init__(
+        self, microbatch: MicroBatch, edits: Edits, waits: WaitCount, grammars: GrammarThread | None = None
+    ) -> None:
         self.chunks = [chunk for chunk in microbatch.chunks if chunk.sampling is not None]
         self._microbatch = microbatch
         self._edits = edits
         self._waits = waits
+        self._grammars = grammars
+        self._masks: Future[None] | None = None
 
     def rows(self) -> list[int]:
         """Return the rows of the microbatch after which a token is drawn, in the order of the chunks."""
@@ -49,8 +55,16 @@ class TokenDraw:
                 rows.append(end - 1)
         return rows
 
+    def begin(self) -> None:
+        """Begin to compute the masks of grammars, at the first call, while the layers compute."""
+        if self._masks is None:
+            masks = [edit.mask for edit in self._edits.values() if edit.mask is not None]
+            if masks:
+                assert self._grammars is not None, "its guides come from there"
+                self._masks = self._grammars.compute(masks)
+
     def output(self, logits: Tensor) -> StageOutput:
-        """Draw tokens after the masks of their grammars are computed, and measure the wait for them.
+        """Draw tokens after the masks of their grammars are computed, and measure the wait. Call `begin` before.
 
         Each step of a grammar is limited, so the wait ends. It counts as progress, since loading the tokenizer of the
         first grammar may take longer than --peer-timeout.
@@ -58,13 +72,13 @@ class TokenDraw:
         Args:
             logits: (n, vocab), one row per chunk.
         """
-        masks = [edit.mask for edit in self._edits.values() if edit.mask is not None]
-        if not masks:
+        if self._masks is None:
             return StageOutput(tokens=self._draw(logits))
         clock = SystemClock()
         start_s = clock.now()
-        while wait(masks, _WAIT_S).not_done:
+        while wait([self._masks], _WAIT_S).not_done:
             self._waits.num_waits += 1
+        self._masks.result()
         mask_s = clock.now() - start_s
         return StageOutput(tokens=self._draw(logits), mask_s=mask_s)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from sarathi_pp.core.draw_rules import DrawRules, Failure
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.drawing.draw import Drawn, draw
 from sarathi_pp.drawing.edits import BANNED, edited_scores
-from sarathi_pp.drawing.grammar import Mask
+from sarathi_pp.drawing.grammar import NextMask
 from sarathi_pp.drawing.history import History
 from sarathi_pp.drawing.sampling import _narrow, sample
 from sarathi_pp.errors import ProtocolError
@@ -55,10 +55,8 @@ class FixedMask:
     def add(self, token_id: int) -> None:
         pass
 
-    def next_mask(self) -> Future[Mask]:
-        found: Future[Mask] = Future()
-        found.set_result(self._bits)
-        return found
+    def next_mask(self) -> NextMask:
+        return NextMask(cast(Any, self), [], self._bits)
 
 
 def expected_scores(logits: list[float], ids: list[int], rules: DrawRules) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
-from sarathi_pp.drawing.grammar import GrammarThread, Guide
+from sarathi_pp.drawing.grammar import GrammarThread, Guide, NextMask
 from sarathi_pp.errors import InputError
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages import token_draw
@@ -22,6 +23,7 @@ from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.structured_outputs import StructuredOutputs
 from sarathi_pp.text.grammar import grammar_text
 from sarathi_pp.trace.events import Compute, Head, decode, encode
+from tests.drawing.masks import computed
 from tests.engine.pipeline import run_pipeline
 from tests.text.grammar_model import EOS, write_grammar_model
 from tests.text.test_tokenizer import byte_level
@@ -42,24 +44,31 @@ def rules(regex: str = "[a-z]{9}") -> list[DrawRules | None]:
 
 
 class SlowMask:
-    """A mask that is ready only after the stage has reported progress in its wait."""
+    """A guide whose mask is ready only after the stage has reported progress in its wait."""
 
     def __init__(self) -> None:
-        self.future: Future[np.ndarray] = Future()
+        self.done: Future[None] = Future()
+        self.mask = NextMask(cast(Any, self), [])
+        self.num_begun = 0
 
     def add(self, token_id: int) -> None:
         pass
 
-    def next_mask(self) -> Future[np.ndarray]:
-        return self.future
+    def next_mask(self) -> NextMask:
+        return self.mask
+
+    def compute(self, masks: Sequence[NextMask]) -> Future[None]:
+        assert list(masks) == [self.mask]
+        self.num_begun += 1
+        return self.done
 
 
 def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
     monkeypatch.setattr(token_draw, "_WAIT_S", 0.02)
     slow, before = SlowMask(), 7
-    part: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[before])
+    part: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[before], forward=lambda *_: None)
     head: Any = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1), bytes_read=0)
-    grammars: Any = SimpleNamespace(guide=lambda rules: slow)
+    grammars: Any = SimpleNamespace(guide=lambda rules: slow, compute=slow.compute)
     kv: Any = SimpleNamespace(num_pages=10, page_size=16)
     stage = ModelStage(part, kv, 8, torch.float32, torch.device("cpu"), head, grammars=grammars)
 
@@ -68,13 +77,18 @@ def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
             if stage.steps >= before + 3:
                 break
             threading.Event().wait(0.001)
-        slow.future.set_result(np.array([1 << 5, 0], np.uint32))
+        slow.mask.value = np.array([1 << 5, 0], np.uint32)
+        slow.done.set_result(None)
 
     given = DrawRules(num_prompt=1, grammar="any").to_bytes()
     row = SamplingRow(1, 0.0, 0, 1.0, 0.0, 1)
     chunk = Chunk(0, 0, 0, 1, token_ids=(1,), new_pages=(0,), sampling=row, rules=given)
     microbatch = MicroBatch(0, (chunk,), (), head_on_first=True)
-    stage.prepare(microbatch)
+    compute = stage.prepare(microbatch)
+    assert slow.num_begun == 0, "the layers of the microbatch before it still compute"
+    for _ in range(2):  # a second attempt, after memory has run out
+        compute(None)
+    assert slow.num_begun == 1, "a grammar takes each token once"
     thread = threading.Thread(target=answer)
     thread.start()
     output = stage.prepare_head(microbatch)(torch.zeros(1, 8))
@@ -84,14 +98,14 @@ def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
 
 
 def test_each_mask_is_computed_once_and_its_wait_is_in_the_span_that_drew(model, monkeypatch):
-    num_masks, compute = [0], Guide._compute
+    num_masks, mask_after = [0], Guide.mask_after
 
     def slow(self: Guide, new: list[int]) -> Any:
         num_masks[0] += 1
         threading.Event().wait(0.005)
-        return compute(self, new)
+        return mask_after(self, new)
 
-    monkeypatch.setattr(Guide, "_compute", slow)
+    monkeypatch.setattr(Guide, "mask_after", slow)
     found = run_pipeline(model, PROMPTS, stages=2, sampling=[PARAMS] * 4, rules=rules(), eos_token_ids=(EOS,))
     assert num_masks[0] == sum(map(len, found.tokens))
     first, last = found.events
@@ -122,8 +136,8 @@ def test_the_vocabulary_is_read_before_the_run_and_a_failure_waits_for_the_first
         assert loads == [expected]
     (given, *_) = rules()
     assert given is not None
-    mask = grammars.guide(given).next_mask()
-    assert mask is not None and mask.result().any() and loads == [2]
+    mask = computed(grammars, grammars.guide(given))
+    assert mask is not None and mask.any() and loads == [2]
     part.has_lm_head = False
     ModelStage(part, cast(Any, None), 8, torch.float32, torch.device("cpu")).prepare_grammars()
 
@@ -133,7 +147,8 @@ def test_only_the_rules_decide_which_tokens_end_the_output(ends):
     """The library would allow the tokenizer's own end token. An end token may be above the tokenizer's vocabulary."""
     grammars = GrammarThread(SimpleNamespace(load=byte_level))
     given = DrawRules(num_prompt=1, grammar=grammar_text(StructuredOutputs("regex", "[a-z]*")), end_token_ids=ends)
-    mask = cast(Any, grammars.guide(given).next_mask()).result()
+    mask = computed(grammars, grammars.guide(given))
+    assert mask is not None
     allowed = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
     assert allowed & {EOS, 9, 900} == set(ends)
 

@@ -25,18 +25,21 @@ There are two kinds of tiles. Their heights follow from the number of registers 
     wide                    12 rows by two panels     6 rows by one panel     4 rows by one panel
 
 With few rows, a product takes little more than the reading of the weight. So in high tiles, all rows are computed while
-a panel is read once, and lines are prefetched well ahead. Wide tiles need fewer loads for each product.
+a panel is read once. Wide tiles need fewer loads for each product.
 
 A panel comes from memory once, for its first tile. While the other tiles are multiplied with it, nothing would be read.
-So several tiles share the prefetching of the next panel, and each takes a part. On a Zen 4 with six layers of the 298M
-model, 16 rows take 14.3 ms against 16.2 ms without this. 32 rows take 26.3 ms against 27.4 ms (least of six alternating
-runs of both). Memory alone takes 9.3 ms.
+So while a panel is multiplied, the next one is prefetched to the second-level cache, and each tile takes a part of it.
+That cache can have more lines under way than the first one, and a panel does not fit into the first one. On a Zen 4
+with eight layers of the 254M model, in ms (least of seven calls), with the former prefetching in parentheses: lone
+tiles read 4 or 16 kB ahead, and most others prefetched to the first-level cache.
 
-A lone tile of up to eight rows waits only for memory. It prefetches lines to the second-level cache, which can have
-more of them under way than the first. On a Zen 4 with eight layers of the 254M model, 4 rows take 9.3 ms against 12.8
-ms with high tiles. They take 10.0 ms against 10.8 ms with wide tiles. 8 rows take 10.6 ms against 11.5 ms (least of 16
-alternating runs of both). If computing takes as long as reading, this gains nothing or costs 3 %. It was not measured
-in float32, which prefetches to the first-level cache.
+    rows                 4             6             8             12            16            24
+    bfloat16             7.7 (8.3)     7.7 (8.8)     8.1 (9.1)     12.5 (15.2)   14.8 (14.6)   21.1 (21.4)
+    float32, AVX2        -             13.5 (18.5)   17.0 (31.2)   22.1 (31.6)   30.0 (36.6)   43.2 (43.6)
+    float32, AVX512      -             15.0 (16.9)   15.3 (17.6)   21.4 (22.6)   28.2 (30.0)   41.3 (43.1)
+
+The former prefetching is still used for a lone tile of up to four rows in float32, which waits only for memory: 15.9 ms
+against 17.5 ms with AVX2.
 
 The processor and its memory decide up to how many rows high tiles are the faster ones: 112 on one Zen 5, 4 or none on
 another, and 4 on a Zen 4. On that Zen 4, high tiles of 12 to 112 rows take 10 to 30 % longer than wide ones. So this
@@ -74,10 +77,8 @@ ROW_STEP = 2
 PANELS = 2 if target().lanes == 16 else 1
 _WIDE_ROWS = target().most_rows(target().num_sums, PANELS)
 _HIGH_ROWS = target().most_rows(target().num_registers - 4, 1)
-# Bytes ahead at which lines are prefetched if there is only one tile. Then memory takes longer than the products.
-_HIGH_AHEAD, _WIDE_AHEAD = 16384, 4096
-# In bfloat16, a tile of up to this many rows waits only for memory.
-_FAR_ROWS = 8
+# In float32, a lone tile of up to this many rows prefetches its own lines, this many bytes ahead.
+_NEAR_ROWS, _NEAR_AHEAD = 4, 4096
 # In float32, inputs whose products are summed in one register.
 _BLOCK = 512
 _HALF_BITS = np.uint32(16)
@@ -121,14 +122,14 @@ def lay_out(x, tiles, num_rows, words, high, thread, num_threads):  # type: igno
         transpose(x + row * words * 4, words, num_rows - row, tiles + row * words * 4, rows, words)
 
 
-def _tile_of(kind: int, most_rows: int, panels: int, far_rows: int) -> Any:
+def _tile_of(kind: int, most_rows: int, panels: int, level: int = 2) -> Any:
     """Return a function that multiplies one tile with some panels. See multiply_rows for the arguments."""
     if kind == BF16:
 
         @inlined
         def whole(rows, weight, x, lines, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
             multiply_rows(
-                kind, most_rows, panels, far_rows, rows, weight, lines * 16, x, lines, begin, 0, out, outputs, ahead,
+                kind, most_rows, panels, level, rows, weight, lines * 16, x, lines, begin, 0, out, outputs, ahead,
                 ahead_step,
             )  # fmt: skip
 
@@ -140,30 +141,35 @@ def _tile_of(kind: int, most_rows: int, panels: int, far_rows: int) -> Any:
         for first in range(0, lines, block):
             added, added_row = (out, outputs) if first else (begin, 0)
             multiply_rows(
-                kind, most_rows, panels, far_rows, rows, weight + first * 64, lines * 16, x + first * rows * x_bytes,
+                kind, most_rows, panels, level, rows, weight + first * 64, lines * 16, x + first * rows * x_bytes,
                 min(block, lines - first), added, added_row, out, outputs, ahead + first * ahead_step, ahead_step,
             )  # fmt: skip
 
     return in_blocks
 
 
+@inlined
+def _no_tile(rows, weight, x, lines, begin, out, outputs, ahead, ahead_step):  # type: ignore[no-untyped-def]
+    """Stand for a tile that a kind of product does not have."""
+
+
 def _multiply_tiles_of(kind: int) -> Any:
     """Return a function that multiplies all tiles with the panels of one tile."""
-    far_rows = _FAR_ROWS if kind == BF16 else 0
+    near_rows = _NEAR_ROWS if kind == FLOAT32 else 0
     x_words, out_bytes = 2 if kind in NARROW else 1, 2 if kind == BF16 else 4
-    narrow_tile = _tile_of(kind, _HIGH_ROWS if kind == BF16 else _WIDE_ROWS, 1, far_rows)
-    lone_tile, wide_tile = _tile_of(kind, _WIDE_ROWS, PANELS, far_rows), _tile_of(kind, _WIDE_ROWS, PANELS, 0)
+    narrow_tile = _tile_of(kind, _HIGH_ROWS if kind == BF16 else _WIDE_ROWS, 1)
+    wide_tile = _tile_of(kind, _WIDE_ROWS, PANELS)
+    near_tile = _tile_of(kind, near_rows, PANELS, level=1) if near_rows else _no_tile
 
     @inlined
     def multiply_tiles(  # type: ignore[no-untyped-def]
-        panels, tiles, weight, lines, begin, out, outputs, num_rows, height, near, following
+        panels, tiles, weight, lines, begin, out, outputs, num_rows, height, following
     ):
         """Compute the outputs of `panels` panels, 1 or PANELS, for all rows.
 
         Args:
             weight: address of the panels, of `lines` lines each.
             begin: address of the first of these outputs' numbers in the bias; `out` likewise in the first row.
-            near: address at which to prefetch if there is one tile.
             following: address of the next panels, which all tiles prefetch together.
         """
         num_tiles = (num_rows + height - 1) // height
@@ -171,13 +177,11 @@ def _multiply_tiles_of(kind: int) -> Any:
             row = tile * height
             rows = min(height, _in_steps(num_rows - row))
             x, to = tiles + row * lines * (x_words * 4), out + row * outputs * out_bytes
-            ahead, ahead_step = near, 64
-            if num_tiles > 1:
-                ahead, ahead_step = following + tile * lines // num_tiles * 64, -(-64 // num_tiles)
-            if panels < PANELS or PANELS == 1:
+            ahead, ahead_step = following + tile * lines // num_tiles * 64, -(-64 // num_tiles)
+            if panels == PANELS and num_rows <= near_rows:
+                near_tile(rows, weight, x, lines, begin, to, outputs, weight + _NEAR_AHEAD, 64)
+            elif panels < PANELS or PANELS == 1:
                 narrow_tile(rows, weight, x, lines, begin, to, outputs, ahead, ahead_step)
-            elif far_rows and num_tiles == 1:
-                lone_tile(rows, weight, x, lines, begin, to, outputs, ahead, ahead_step)
             else:
                 wide_tile(rows, weight, x, lines, begin, to, outputs, ahead, ahead_step)
 
@@ -205,9 +209,9 @@ def multiply_of(kind: int) -> Any:
         for panel in range(first, end, step):
             weight = packed + panel * lines * 64
             start, to = begin + panel * 64, out + panel * 16 * out_bytes
-            near, following = weight + (_HIGH_AHEAD if high else _WIDE_AHEAD), weight + step * lines * 64
+            following = weight + step * lines * 64
             multiply_tiles(
-                min(step, end - panel), tiles, weight, lines, start, to, outputs, num_rows, height, near, following
+                min(step, end - panel), tiles, weight, lines, start, to, outputs, num_rows, height, following
             )
 
     return multiply
@@ -262,9 +266,8 @@ def _multiply_unpacked_of(kind: int) -> Any:
                 else:
                     transpose(weight + at * lines * 4, lines, rows_of_weight - at, to, 16, lines)
             start, to = begin + panel * 64, out + panel * 64
-            # These panels are in the cache already.
-            near = following = packed
-            multiply_tiles(panels, tiles, packed, lines, start, to, outputs, num_rows, height, near, following)
+            # These panels are in the cache already, and the next ones come to the same place.
+            multiply_tiles(panels, tiles, packed, lines, start, to, outputs, num_rows, height, packed)
 
     return multiply_unpacked
 

@@ -20,9 +20,10 @@ import llvmlite.binding as llvm
 ROOT = Path(__file__).parents[3]
 TRIPLE = "aarch64-unknown-linux-gnu"
 CORES = {"neoverse-n1": "+neon", "neoverse-v2": "+bf16,+neon"}
-# The heights of tiles, each of which has a loop: those with one panel, and in bfloat16 high ones.
-FLOAT32 = "multiply_float", "multiply_float_bf16", "multiply_float_fp16"
-HEIGHTS = {**dict.fromkeys(FLOAT32, (2, 4)), "multiply_bf16": (2, 4, 6)}
+# The heights of tiles, each of which has a loop: with one panel; in float32 also near ones, in bfloat16 high ones.
+NARROW = "multiply_float_bf16", "multiply_float_fp16"
+FLOAT32 = "multiply_float", *NARROW
+HEIGHTS = {"multiply_float": (2, 4, 2, 4), **dict.fromkeys(NARROW, (2, 4)), "multiply_bf16": (2, 4, 6)}
 
 
 @cache

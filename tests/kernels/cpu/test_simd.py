@@ -133,13 +133,13 @@ def test_a_tile_is_a_product(rows: int, panels: int) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize(("panels", "far_rows"), [(1, 0), (1, 4), (2, 0)])
-def test_a_tile_of_every_height_is_a_product(kind: int, panels: int, far_rows: int) -> None:
+@pytest.mark.parametrize(("panels", "level"), [(1, 1), (1, 2), (2, 2)])
+def test_a_tile_of_every_height_is_a_product(kind: int, panels: int, level: int) -> None:
     @compiled()
     def product(rows, weight, x, lines, added, row, out, width):  # type: ignore[no-untyped-def]
         words = lines * 16
         multiply_rows(
-            kind, 12, panels, far_rows, rows, weight, words, x, lines, added, row, out, width, weight, 64
+            kind, 12, panels, level, rows, weight, words, x, lines, added, row, out, width, weight, 64
         )  # fmt: skip
 
     torch.manual_seed(kind)

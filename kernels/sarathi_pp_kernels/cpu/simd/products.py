@@ -112,7 +112,7 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
 @intrinsic(prefer_literal=True)
 def multiply_rows(  # type: ignore[no-untyped-def]
-    typing, kind, most_rows, panels, far_rows, rows, weight, panel_words, x, num_lines, added, added_row, out, out_row,
+    typing, kind, most_rows, panels, level, rows, weight, panel_words, x, num_lines, added, added_row, out, out_row,
     ahead, ahead_step,
 ):  # fmt: skip
     """Multiply a tile of a linear layer: out[r][lane of panel p] = added[r][lane of p] + x[r] . column of panel p.
@@ -126,8 +126,7 @@ def multiply_rows(  # type: ignore[no-untyped-def]
             outputs are float32.
         most_rows: largest number of rows, a literal, even.
         panels: number of panels of the tile, a literal.
-        far_rows: a literal. With up to this many rows, lines are prefetched to the second-level cache, which can have
-            more of them under way. With more rows, they are prefetched to the first one.
+        level: level (1, 2) of the cache to which lines are prefetched, a literal.
         rows: number of rows of the tile, even.
         weight: address of the panels. Panel p is p * panel_words words after it.
         x: address of the words of the rows. Word k of row r is k * rows + r words after it.
@@ -138,7 +137,7 @@ def multiply_rows(  # type: ignore[no-untyped-def]
         ahead: address of the lines to prefetch. With line k of panel p, the line is prefetched that is
             ahead_step * k bytes and p panels after it.
     """
-    multiplies, most, count, far = (one.literal_value for one in (kind, most_rows, panels, far_rows))
+    multiplies, most, count, cache = (one.literal_value for one in (kind, most_rows, panels, level))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows_, weight_, panel_words_, x_, num_lines_, added_, added_row_, out_, out_row_, *prefetched = arguments[4:]
@@ -150,14 +149,14 @@ def multiply_rows(  # type: ignore[no-untyped-def]
             if height < most:
                 choice.add_case(index(height), block)
             builder.position_at_end(block)
-            tile = _Tile(height, count, multiplies, 2 if height <= far else 1, multiplies == BF16)
+            tile = _Tile(height, count, multiplies, cache, multiplies == BF16)
             words = weight_, panel_words_, x_, index(1), index(height), num_lines_
             _build_tile(builder, tile, _Operands(*words, added_, added_row_, out_, out_row_, *prefetched))
             builder.branch(after)
         builder.position_at_end(after)
         return context.get_dummy_value()
 
-    return types.void(kind, most_rows, panels, far_rows, *[types.int64] * 11), generate
+    return types.void(kind, most_rows, panels, level, *[types.int64] * 11), generate
 
 
 def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:

@@ -3,7 +3,9 @@
     prepare: new tokens -> Guide -> NextMask    layers begin -> [grammar thread: compile, consume, mask]    draw: waits
 
 The thread works while the layers compute. One task has all masks of a microbatch, since each hand-over between threads
-takes as long as a mask. Only this thread touches the library. A run without grammars does not have it.
+takes as long as a mask. It begins with the layers, because before them both threads would need the interpreter's lock.
+Every mask must be computed, in the order of `next_mask`, since it brings the new tokens. Only this thread touches the
+library. A run without grammars does not have it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Edit:
         counts: for each of them, how often it is in the output.
         banned: tokens that must not be drawn, some of them more than once.
         allowed: no other tokens may be drawn; None for all.
-        mask: tokens that the grammar allows; None without a grammar, or before it begins.
+        mask: tokens that the grammar allows, not yet computed; None without a grammar, or before it begins.
     """
 
     rules: DrawRules

@@ -73,6 +73,7 @@ class TokenDraw:
             logits: (n, vocab), one row per chunk.
         """
         if self._masks is None:
+            assert all(edit.mask is None for edit in self._edits.values()), "begin comes before the layers"
             return StageOutput(tokens=self._draw(logits))
         clock = SystemClock()
         start_s = clock.now()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sarathi_pp.core.draw_rules import DrawRules
-from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
+from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, Scored
 from sarathi_pp.drawing.grammar import GrammarThread, Guide, NextMask
 from sarathi_pp.errors import InputError
 from sarathi_pp.sampling_params import SamplingParams
@@ -66,7 +66,9 @@ class SlowMask:
 def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
     monkeypatch.setattr(token_draw, "_WAIT_S", 0.02)
     slow, before = SlowMask(), 7
-    part: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[before], forward=lambda *_: None)
+    begun: list[int] = []  # masks when the layers began
+    part: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[before])
+    part.forward = lambda *_: begun.append(slow.num_begun)
     head: Any = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1), bytes_read=0)
     grammars: Any = SimpleNamespace(guide=lambda rules: slow, compute=slow.compute)
     kv: Any = SimpleNamespace(num_pages=10, page_size=16)
@@ -85,16 +87,34 @@ def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
     chunk = Chunk(0, 0, 0, 1, token_ids=(1,), new_pages=(0,), sampling=row, rules=given)
     microbatch = MicroBatch(0, (chunk,), (), head_on_first=True)
     compute = stage.prepare(microbatch)
-    assert slow.num_begun == 0, "the layers of the microbatch before it still compute"
+    assert slow.num_begun == 0, "the interpreter's lock is not free yet"
     for _ in range(2):  # a second attempt, after memory has run out
         compute(None)
-    assert slow.num_begun == 1, "a grammar takes each token once"
+    assert begun == [1, 1] and slow.num_begun == 1, "a grammar takes each token once"
     thread = threading.Thread(target=answer)
     thread.start()
     output = stage.prepare_head(microbatch)(torch.zeros(1, 8))
     thread.join()
     assert output.tokens[0].token_id == 5 and stage.steps >= before + 3
     assert output.mask_s is not None and output.mask_s >= 0.06
+
+
+def test_a_row_whose_prompt_is_scored_follows_its_grammar_too():
+    mask = SlowMask()
+    mask.mask.value = np.array([1 << 5, 0], np.uint32)
+    mask.done.set_result(None)
+    head = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1))
+    part: Any = SimpleNamespace(has_lm_head=True, embed=True, bytes_read=0, steps=[0], rows_head=lambda: head)
+    part.forward_rows = lambda x, inputs, kv: torch.zeros(2, 8)
+    kv: Any = SimpleNamespace(num_pages=10, page_size=16)
+    grammars: Any = SimpleNamespace(guide=lambda rules: mask, compute=mask.compute)
+    stage = ModelStage(part, kv, 8, torch.float32, torch.device("cpu"), grammars=grammars)
+    given = DrawRules(num_prompt=2, grammar="any").to_bytes()
+    row, scored = SamplingRow(1, 0.0, 0, 1.0, 0.0, 1), Scored(1, 2, 0, -1)
+    chunk = Chunk(0, 0, 0, 2, token_ids=(1, 2), new_pages=(0,), sampling=row, rules=given, scored=scored)
+    output = stage.prepare(MicroBatch(0, (chunk,), ()))(None)
+    assert [token.token_id for token in output.tokens] == [5] and not output.tokens[0].failure
+    assert mask.num_begun == 1 and output.mask_s is not None and len(output.prompt_logprobs) == 1
 
 
 def test_each_mask_is_computed_once_and_its_wait_is_in_the_span_that_drew(model, monkeypatch):

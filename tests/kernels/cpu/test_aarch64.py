@@ -74,6 +74,8 @@ def test_tiles_are_multiplied_in_vector_registers(core: str, kernel: str) -> Non
         assert len(multiplied) >= 8 and others == [], "floating point, but not a vector at a time"
         assert [line for line in loop if re.search(r"\[?\bsp\b", line)] == [], "registers are stored in memory"
         assert any(line.startswith("prfm") for line in loop)
+    near = [any("pldl1keep" in line for line in loop) for loop in loops]
+    assert sum(near) == (2 if kernel == "multiply_float" else 0), "the others prefetch to the second-level cache"
 
 
 def test_each_line_of_a_panel_is_loaded_once_for_all_rows() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -65,6 +65,7 @@ class Rank:
         tokenizer: Tokenizer | None,
         trace: OpenTrace,
         pipeline: Pipeline,
+        threads: Sequence[tuple[int, int] | None],
     ) -> None:
         self.run = run
         self.checked = member.checked
@@ -78,6 +79,7 @@ class Rank:
         self._tokenizer = tokenizer
         self._trace = trace
         self._pipeline = pipeline
+        self._threads = threads
         self._dispatcher: Dispatcher | None = None
         self._lost: dict[int, SarathiError] = {}
 
@@ -200,6 +202,7 @@ class Rank:
             "hosts": [plane.hosts[rank] for rank in plane.mesh.ranks],
             "transport": self._start.transport.name,
             "shared_memory_edges": self._pipeline.shared_edges,
+            "threads": self._threads,
             **self._memory(),
         }
         checked = self.checked
@@ -324,7 +327,7 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
     """
     loaded = load_stage(member, start)
     run = agree_on_run(member, loaded)
-    stage = make_stage(member, start, loaded, run)
+    stage, threads = make_stage(member, start, loaded, run)
     tokenizer = load_tokenizer(member)
     trace = open_trace(member, start, loaded, run)
     try:
@@ -333,7 +336,7 @@ def set_up(member: Member, start: AgreedStart) -> Rank:
     except BaseException:
         trace.abandon()
         raise
-    return Rank(member, start, loaded, run, stage, tokenizer, trace, pipeline)
+    return Rank(member, start, loaded, run, stage, tokenizer, trace, pipeline, threads)
 
 
 def _peak_rss_bytes() -> int:

@@ -281,8 +281,13 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
     return run
 
 
-def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun) -> Stage:
+def make_stage(
+    member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun
+) -> tuple[Stage, tuple[tuple[int, int] | None, ...]]:
     """Make this rank's stage with its KV pages, and compute a first microbatch, which compiles kernels.
+
+    Returns:
+        The stage, and for each rank the `threads` of its stage.
 
     Raises:
         CapacityError: a host has no room for the KV pages of all its ranks.
@@ -296,11 +301,12 @@ def make_stage(member: Member, start: AgreedStart, loaded: LoadedStage, run: Res
         stage = maker.make(run, loaded.layers, loaded.dtype)
     longest = run.max_model_len
     num_tokens, num_keys = min(run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS)
-    with agreement.step("compiling kernels and warming up"):
+    with agreement.step("compiling kernels and warming up") as step:
         stage.warm_up(num_tokens, num_keys)
         if start.prepares_grammars:
             stage.prepare_grammars()
-    return stage
+        step.own = {"threads": stage.threads}
+    return stage, tuple(answer["threads"] for answer in step.answers)
 
 
 def load_tokenizer(member: Member) -> Tokenizer | None:

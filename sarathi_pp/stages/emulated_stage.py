@@ -66,6 +66,7 @@ class EmulatedStage:
     counts_cpu = False
     bytes_read = 0
     graphed = None
+    threads = None
 
     def __init__(
         self, profile: Profile, run: ResolvedRun, layers: tuple[int, int], dtype: torch.dtype, clock: Clock

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.fuse.compiled_layers import choose_team
 from sarathi_pp.model.fuse.packed_linear import product_name, warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
@@ -297,6 +299,7 @@ class ModelStage:
         self._dtype = dtype
         self._graphs = graphs
         self._debug_nan = debug_nan
+        self.threads: tuple[int, int] | None = None
         self._tables: dict[int, array[int]] = {}
         self._waits = WaitCount()
         self._grammars = grammars
@@ -395,23 +398,35 @@ class ModelStage:
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """Compute microbatches of synthetic tokens, and draw a token greedily and at random.
 
-        So the costs of first calls (compilation, kernels, allocator) come before the run. See Stage.
+        So the costs of first calls (compilation, kernels, allocator) come before the run. On a CPU, the number of
+        threads is chosen too. See Stage.
         """
         room = self.kv.num_pages * self.kv.page_size
         on_device = self.device.type != "cpu"
         for microbatch in warming(min(num_tokens, room), min(num_keys, room), on_device=on_device):
-            spans, rows = [], 0
-            for end, count, prompt in microbatch:
-                # All sequences use the same pages, because the written values are not needed.
-                spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
-                rows += count
-            inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
-            y = self.model.forward(self._synthetic_ids(rows), inputs, self.kv)
+            y = self._warm(microbatch)
+        if not on_device:
+            compute = partial(self._warm_rows, room)
+            self.threads = choose_team(self.model.module, compute, SystemClock().now)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))
         if self.model.has_lm_head or self._head is not None:
             for row in (GREEDY, DRAWN):
                 sample(y, [row])
+
+    def _warm(self, microbatch: Sequence[tuple[int, int, bool]]) -> Tensor:
+        """Compute a microbatch of synthetic tokens. See `warming` for its form."""
+        spans, rows = [], 0
+        for end, count, prompt in microbatch:
+            # All sequences use the same pages, because the written values are not needed.
+            spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
+            rows += count
+        inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
+        return self.model.forward(self._synthetic_ids(rows), inputs, self.kv)
+
+    def _warm_rows(self, most: int, rows: int) -> None:
+        rows = min(rows, most)
+        self._warm([(rows, rows, True)])
 
     def prepare_grammars(self) -> None:
         if self._draws and self._grammars is not None:

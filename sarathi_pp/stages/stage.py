@@ -61,8 +61,11 @@ class Stage(Protocol):
         steps: number of layers computed so far. It also grows inside a microbatch, and in a wait for masks. On a GPU, a
             layer counts once it is launched.
         graphed: number of microbatches that a CUDA graph ran, and number that fit no graph; None without graphs.
+        threads: number of threads that compute the layers, for few rows and for more; None if `warm_up` chose none.
     """
 
+    @property
+    def threads(self) -> tuple[int, int] | None: ...
     @property
     def counts_cpu(self) -> bool: ...
     @property

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill, gemm, row_ops
+from sarathi_pp_kernels.cpu import (
+    attention_decode,
+    attention_decode_simd,
+    attention_float,
+    attention_prefill,
+    gemm,
+    row_ops,
+)
 from sarathi_pp_kernels.cpu.simd.barrier import wait_for_all
 from sarathi_pp_kernels.cpu.simd.call import address_of, caller
 from sarathi_pp_kernels.cpu.simd.compile import compiled, inlined
@@ -177,10 +184,11 @@ _SIGNATURES = {
     "attend": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I),
     "read": _takes(*[_I] * 11, _F, _F, _I, _I, _I, _I, _I),
     "read_tiles": _takes(*[_I] * 12, _F, _F, _I, _I, _I, _I, _I),
+    "attend_tiles": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I, _I),
 }
-_rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply, _attend, _read, _read_tiles = (
-    caller(signature) for signature in _SIGNATURES.values()
-)
+_callers = {name: caller(signature) for name, signature in _SIGNATURES.items()}
+_rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply, *_attentions = _callers.values()
+_attend, _read, _read_tiles, _attend_tiles = _attentions
 
 
 class Code(NamedTuple):
@@ -189,7 +197,8 @@ class Code(NamedTuple):
     Attributes:
         attend: in bfloat16, the kernel for the attention of chunks; otherwise 0.
         read: in bfloat16, the kernel for the attention of decodes, compiled for a stage's heads; otherwise 0.
-        read_tiles: in float32, the kernel for all attention, compiled for a stage's heads; otherwise 0.
+        read_tiles: in float32, the kernel for all attention if `attend_tiles` is 0, compiled for a stage's heads.
+        attend_tiles: in float32, the kernel for all attention with heads and pages that it can read; otherwise 0.
     """
 
     rms_norm: int
@@ -201,6 +210,7 @@ class Code(NamedTuple):
     attend: int
     read: int
     read_tiles: int
+    attend_tiles: int
 
 
 @functools.cache
@@ -211,8 +221,12 @@ def code_for(kind: int, head_dim: int, group: int, page_size: int) -> Code:
         read = attention_decode_simd.compile_kernel(head_dim, group, page_size)
         kernels |= {**row_ops.BFLOAT16._asdict(), "attend": attention_prefill.attend, "read": read}
     else:
-        read = attention_decode.compile_kernel(attention_decode.FLOAT32, head_dim, group, page_size)
-        kernels |= {**row_ops.FLOAT32._asdict(), "read_tiles": read}
+        kernels |= row_ops.FLOAT32._asdict()
+        if attention_float.fits(head_dim, page_size):
+            kernels["attend_tiles"] = attention_float.attend
+        else:
+            read = attention_decode.compile_kernel(attention_decode.FLOAT32, head_dim, group, page_size)
+            kernels["read_tiles"] = read
     addresses = {name: address_of(kernel, _SIGNATURES[name]) for name, kernel in kernels.items()}
     return Code(**{name: addresses.get(name, 0) for name in Code._fields})
 
@@ -310,7 +324,17 @@ def _attention_bf16(code, shape, microbatch, chunks, layer, work, floats, team):
 def _attention_float(code, shape, microbatch, chunks, layer, work, floats, team):  # type: ignore[no-untyped-def]
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     begin, end = load_index(microbatch.bounds, team.thread), load_index(microbatch.bounds, team.thread + 1)
-    if begin < end:
+    if begin < end and code.attend_tiles:
+        _attend_tiles(
+            code.attend_tiles,
+            (
+                work.qkv, (heads + 2 * kv_heads) * head_dim, head_dim, layer.keys, layer.values, kv_heads,
+                heads // kv_heads, head_dim, shape.page_size, microbatch.places, microbatch.counts, microbatch.pages,
+                microbatch.tables, microbatch.ends, layer.window, shape.scaling, np.float32(0), microbatch.sinks,
+                floats, work.attended, begin, end,
+            ),
+        )  # fmt: skip
+    elif begin < end:
         _read_tiles(
             code.read_tiles,
             (

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_prefill
+from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_float, attention_prefill
 from sarathi_pp_kernels.cpu.decoder_layers import (
     LAYER,
     Microbatch,
@@ -203,6 +203,9 @@ class DecoderLayersCall:
     def _attention_floats(self, chunks: Sequence[tuple[int, int, int, int]], tiles: Tiles) -> int:
         """Return the number of float32 values of scratch memory that attention needs on one thread."""
         heads, head_dim, page_size = self._shape.num_heads, self._shape.head_dim, self._shape.page_size
+        if self._code.attend_tiles:
+            most_rows = max(tiles.counts, default=0)
+            return attention_float.scratch_floats(most_rows, heads, self._shape.num_kv_heads, head_dim)
         if self._dtype == torch.float32:
             sizes = zip(tiles.counts, tiles.ends, strict=True)
             return max((attention_decode.scratch_floats(*size, heads, head_dim) for size in sizes), default=0)

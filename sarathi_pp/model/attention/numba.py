@@ -5,10 +5,9 @@ calling torch a dozen times takes three to four times as long as attention_decod
 for processors with AVX512-BF16 and pages of 16, 32, 64 .. 1024 tokens. Then decodes use attention_decode_simd.py, and
 prompt chunks use attention_prefill.py, even for a single row. Otherwise torch's products compute the chunks (sdpa.py).
 
-In float32, attention_decode.py computes the chunks too, a few rows at a time. A row's output is then the same to the
-last bit, however its prompt was cut and whatever rows were computed with it. This is the reason to choose float32. On
-one core of a Zen 4, with 16 heads and 8 KV heads of 64 channels, 256 rows after 512 keys take 1.1 times as long as with
-torch's products. After 16,000 keys they take twice as long (single runs).
+In float32, one kernel computes chunks and decodes: attention_float.py, or attention_decode.py if heads or pages do not
+fit that. A row's output is then the same to the last bit, however its prompt was cut and whatever rows were computed
+with it. This is the reason to choose float32.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd
+from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_float
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
 from sarathi_pp_kernels.cpu.simd.registers import LANES
 from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
@@ -41,8 +40,9 @@ _KINDS = {
     torch.float16: attention_decode.FLOAT16,
 }
 
-# In float32, the rows of a chunk are computed in tiles. A key is read once for all rows of a tile. These are the most
-# rows of a tile, and its most scores (rows times keys), which are in memory at the same time.
+# In float32, the rows of a chunk are computed in tiles. A key is read once for all rows of a tile. These are, for
+# attention_decode.py, the most rows of a tile, and its most scores (rows times keys), which are in memory at the same
+# time.
 _TILE_ROWS = 16
 _TILE_KEYS = 2**18
 
@@ -65,7 +65,7 @@ class NumbaAttention:
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32. SIMD kernels round the softmax to bfloat16."""
         simd = query.dtype == torch.bfloat16 and self.fits_simd(kv)
-        chunks, tiles = self._halves(inputs, query.dtype == torch.float32, simd)
+        chunks, tiles = self._halves(inputs, query.shape[1], kv, simd)
         sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
         attention = _LayerAttention(kv, layer, spec, sinks, simd)
         if query.stride(2) != 1 or query.stride(0) % 2 or query.stride(1) % 2:
@@ -80,23 +80,25 @@ class NumbaAttention:
             attention.tiles(query, out, tiles)
         return out
 
-    def _halves(self, inputs: StageInputs, all_in_tiles: bool, simd: bool) -> tuple[StageInputs, _Tiles | None]:
+    def _halves(
+        self, inputs: StageInputs, num_heads: int, kv: KVShard, simd: bool
+    ) -> tuple[StageInputs, _Tiles | None]:
         """Return the spans of a microbatch that are computed as chunks, and all others as tiles (None: no others).
 
-        The result is kept, because all layers of a microbatch need the same one.
+        In float32, no span is a chunk. The result is kept, because all layers of a microbatch need the same one.
 
         Args:
-            all_in_tiles: compute no span as a chunk.
-            simd: the SIMD kernels are used. Then a prompt's span of one row is a chunk too.
+            simd: the kernels for bfloat16 are used. Then a prompt's span of one row is a chunk too.
         """
         if self._split is None or self._split[0] is not inputs:
             in_tiles: list[SpanRows] = []
             in_chunks: list[SpanRows] = []
             for span in inputs.spans:
                 alone = span.num_tokens == 1 and not (span.prompt and simd)
-                (in_tiles if all_in_tiles or alone else in_chunks).append(span)
+                (in_tiles if kv.dtype == torch.float32 or alone else in_chunks).append(span)
             chunks = inputs._replace(spans=tuple(in_chunks))
-            self._split = inputs, chunks, _Tiles.of(in_tiles) if in_tiles else None
+            tiles = _Tiles.of(in_tiles, num_heads, kv) if in_tiles else None
+            self._split = inputs, chunks, tiles
         return self._split[1:]
 
     def fits_simd(self, kv: KVShard) -> bool:
@@ -191,6 +193,10 @@ class _LayerAttention:
         if self.simd and kv.head_dim % 32 == 0:
             kernel = attention_decode_simd.compile_kernel(kv.head_dim, group, kv.page_size)
             floats = attention_decode_simd.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
+        elif _fits_float(kv):
+            kernel = attention_float.attend
+            floats = attention_float.scratch_floats(int(tiles.counts.max()), num_heads, kv.num_kv_heads, kv.head_dim)
+            places = [group, kv.head_dim, kv.page_size, *places, tiles.counts.ctypes.data]
         else:
             kernel = attention_decode.compile_kernel(_KINDS[query.dtype], kv.head_dim, group, kv.page_size)
             shapes = zip(tiles.counts.tolist(), tiles.ends.tolist(), strict=True)
@@ -220,7 +226,7 @@ class _LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """The tiles of a microbatch, as the kernels read them. A tile is up to 16 consecutive rows of one sequence.
+    """The tiles of a microbatch, as the kernels read them. A tile is one or more consecutive rows of one sequence.
 
     Attributes:
         places: index in the microbatch of each tile's first row.
@@ -239,11 +245,11 @@ class _Tiles:
     pieces: tuple[range, ...]
 
     @classmethod
-    def of(cls, spans: list[SpanRows]) -> _Tiles:
+    def of(cls, spans: list[SpanRows], num_heads: int, kv: KVShard) -> _Tiles:
         tiles: list[tuple[int, int, int, int]] = []
-        table = 0
+        table, num_threads = 0, torch.get_num_threads()
         for span in spans:
-            height = tile_height(span.end)
+            height = tile_height(span.num_tokens, span.end, num_heads, kv, num_threads)
             tiles += [
                 (span.first_row + row, min(height, span.num_tokens - row), span.start + row + 1, table)
                 for row in range(0, span.num_tokens, height)
@@ -251,13 +257,24 @@ class _Tiles:
             table += span.num_pages
         places, counts, ends, tables = np.array(tiles, np.int64).T.copy()
         pages = torch.cat([span.pages for span in spans]).numpy()
-        bounds = key_bounds((ends * counts).tolist(), torch.get_num_threads())
+        bounds = key_bounds((ends * counts).tolist(), num_threads)
         pieces = tuple(range(first, end) for first, end in pairwise(bounds) if first < end)
         return cls(places, counts, ends, pages, tables, pieces)
 
 
-def tile_height(end: int) -> int:
-    """Return the most rows of a tile in a span that sees the keys before `end`."""
+def _fits_float(kv: KVShard) -> bool:
+    """Return whether attention_float.py can read the pages of this KV shard."""
+    return kv.dtype == torch.float32 and attention_float.fits(kv.head_dim, kv.page_size)
+
+
+def tile_height(num_tokens: int, end: int, num_heads: int, kv: KVShard, num_threads: int) -> int:
+    """Return the most rows of a tile in a span of num_tokens rows, the last of which sees the keys before `end`.
+
+    Args:
+        num_threads: number of threads that divide the tiles.
+    """
+    if _fits_float(kv):
+        return attention_float.tile_rows(num_tokens, num_heads // kv.num_kv_heads, num_threads)
     return max(min(_TILE_ROWS, _TILE_KEYS // end), 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.fuse.float_linear import FloatLinear
 from sarathi_pp.model.fuse.packed_linear import PackedLinear
+from sarathi_pp.model.fuse.team_size import TeamSize, measured_team
 from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.missing_layer import MissingLayer
 
 if TYPE_CHECKING:
@@ -63,9 +65,11 @@ def _likeness(block: Any) -> tuple[object, ...] | None:
 class CompiledLayers(nn.Module):
     """The layers (blocks) of a stage, which run one after the other, or in one compiled call with the same bits.
 
-    It is one call if attention is numba's. Only one thread at a time may call this module. It computes on as many
-    threads as torch does.
+    It is one call if attention is numba's. Only one thread at a time may call this module. The modules compute on
+    torch's number of threads, and the call on that of `team` if it is lower.
     """
+
+    team: TeamSize | None = None  # None: torch's number of threads
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         super().__init__()
@@ -83,6 +87,11 @@ class CompiledLayers(nn.Module):
             return hidden_states
         assert call.get("attention_mask") is None, "a mask was made; it would be T x T"
         return self._run(compiled, hidden_states, call["position_embeddings"], paged)
+
+    @property
+    def in_one_call(self) -> bool:
+        """Return whether the last forward ran in one compiled call."""
+        return self._call is not None
 
     def _compiled_call(self, paged: PagedCall) -> DecoderLayersCall | None:
         backend, kv = self._made_for
@@ -113,8 +122,11 @@ class CompiledLayers(nn.Module):
         self, compiled: DecoderLayersCall, x: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: PagedCall
     ) -> Tensor:
         inputs = paged.inputs
-        chunks, tiles = _divided(inputs, in_tiles=x.dtype == torch.float32)
         attention: Any = self.blocks[0].self_attn
+        num_threads = torch.get_num_threads()
+        if self.team is not None:
+            num_threads = min(self.team.threads(inputs.num_tokens), num_threads)
+        chunks, tiles = _divided(inputs, attention.num_heads, paged.kv, num_threads)
         return compiled(
             x,
             *position_embeddings,
@@ -129,13 +141,38 @@ class CompiledLayers(nn.Module):
         )
 
 
-def _divided(inputs: StageInputs, *, in_tiles: bool) -> tuple[list[tuple[int, int, int, int]], Tiles]:
-    """Return a microbatch's spans as chunks, as DecoderLayersCall takes them, and as tiles.
-
-    Python's own arrays are filled faster than small arrays of numpy.
+def choose_team(module: nn.Module, compute: Callable[[int], object], now: Callable[[], float]) -> TeamSize | None:
+    """Choose how many threads compute the layers of a stage.
 
     Args:
-        in_tiles: all rows are in tiles. Otherwise only decodes are, one per tile.
+        module: the stage's modules. They have computed at least once.
+        compute: computes a prompt of a number of tokens.
+        now: returns the seconds of a clock.
+
+    Returns:
+        The choice; None if there is none, because torch has one thread, or the layers do not run in one compiled call.
+    """
+    layers = next((one for one in module.modules() if isinstance(one, CompiledLayers) and one.in_one_call), None)
+    if layers is None or torch.get_num_threads() == 1:
+        return None
+
+    def seconds(rows: int, num_threads: int) -> float:
+        layers.team = TeamSize(num_threads, num_threads)
+        begin_s = now()
+        compute(rows)
+        return now() - begin_s
+
+    layers.team = measured_team(seconds, torch.get_num_threads())
+    return layers.team
+
+
+def _divided(
+    inputs: StageInputs, num_heads: int, kv: KVShard, num_threads: int
+) -> tuple[list[tuple[int, int, int, int]], Tiles]:
+    """Return a microbatch's spans as chunks, as DecoderLayersCall takes them, and as tiles.
+
+    In float32, all rows are in tiles. Otherwise only decodes are, one per tile. Python's own arrays are filled faster
+    than small arrays of numpy.
     """
     from sarathi_pp_kernels.cpu.decoder_layers_call import Tiles
 
@@ -144,17 +181,17 @@ def _divided(inputs: StageInputs, *, in_tiles: bool) -> tuple[list[tuple[int, in
     chunks: list[tuple[int, int, int, int]] = []
     tiles = Tiles(*(array("q") for _ in Tiles._fields))
     for start, num_tokens, first_row, first_page, _, _, prompt in inputs.spans:
-        if not in_tiles and (num_tokens > 1 or prompt):
+        if kv.dtype != torch.float32 and (num_tokens > 1 or prompt):
             chunks.append((first_row, num_tokens, start, first_page))
             continue
-        height = tile_height(start + num_tokens)
+        height = tile_height(num_tokens, start + num_tokens, num_heads, kv, num_threads)
         for row in range(0, num_tokens, height):
             tiles.places.append(first_row + row)
             tiles.counts.append(min(height, num_tokens - row))
             tiles.ends.append(start + row + 1)
             tiles.tables.append(first_page)
     keys = list(map(mul, tiles.ends, tiles.counts))
-    tiles.bounds.extend(key_bounds(keys, torch.get_num_threads()))
+    tiles.bounds.extend(key_bounds(keys, num_threads))
     return chunks, tiles
 
 

@@ -1,4 +1,4 @@
-"""Compile the matrix products for another processor, as numba would do on it, and print their assembly as JSON.
+"""Compile kernels with products for another processor, as numba would do on it, and print their assembly as JSON.
 
     NUMBA_CPU_NAME=neoverse-n1 NUMBA_CPU_FEATURES=+neon python -m tests.kernels.cpu.assembly aarch64-unknown-linux-gnu
 
@@ -20,15 +20,16 @@ def main(triple: str) -> None:
     # numba asks when it is imported.
     from numba import types
     from numba.core.caching import NullCache
-    from sarathi_pp_kernels.cpu import gemm
+    from sarathi_pp_kernels.cpu import attention_float, gemm
     from sarathi_pp_kernels.cpu.simd.target import target
 
     names = ["multiply_float", "multiply_float_bf16", "multiply_float_fp16"]
     names += ["multiply_bf16"] * (target().dot is not None)
-    signature = (*[types.int64] * 9, types.boolean)
+    kernels = {name: (getattr(gemm, name), (*[types.int64] * 9, types.boolean)) for name in names}
+    numbers = *[types.int64] * 15, types.float32, types.float32, *[types.int64] * 5
+    kernels["attention_float"] = attention_float.attend, numbers
     found = {}
-    for name in names:
-        kernel = getattr(gemm, name)
+    for name, (kernel, signature) in kernels.items():
         kernel._cache = NullCache()  # this processor cannot run the code
         kernel.compile(signature)
         found[name] = kernel.inspect_asm(signature)

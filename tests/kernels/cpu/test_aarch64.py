@@ -1,4 +1,4 @@
-"""The machine code of the matrix products for AArch64, which no test runs: only SIMD instructions, all in registers."""
+"""The machine code of products and attention for AArch64, which no test runs: only SIMD instructions, in registers."""
 
 from __future__ import annotations
 
@@ -76,6 +76,23 @@ def test_tiles_are_multiplied_in_vector_registers(core: str, kernel: str) -> Non
         assert any(line.startswith("prfm") for line in loop)
     near = [any("pldl1keep" in line for line in loop) for loop in loops]
     assert sum(near) == (2 if kernel == "multiply_float" else 0), "the others prefetch to the second-level cache"
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_attention_is_computed_in_vector_registers(core: str) -> None:
+    """Loops with products: six rows with a panel, twice; one to four heads with values; one and two heads with keys.
+
+    Other loops compute powers, or scale sums.
+    """
+    loops = product_loops(compiled_for(core)["assembly"]["attention_float"])
+    products = [loop for loop in loops if sum(line.startswith("fmla") for line in loop) >= 4]
+    assert len(products) >= 8
+    for loop in products:
+        assert [line for line in loop if re.match(r"(fmadd|fmul|fadd)\t[hsd]\d", line)] == []
+        assert [line for line in loop if re.search(r"\[?\bsp\b", line)] == [], "registers are stored in memory"
+    counts = [sum(line.startswith("fmla") for line in loop) for loop in products]
+    assert counts.count(24) >= 2, "six rows by four registers of a line"
+    assert 32 in counts, "two heads by four channels by four registers of a line of keys"
 
 
 def test_each_line_of_a_panel_is_loaded_once_for_all_rows() -> None:

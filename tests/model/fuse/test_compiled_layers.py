@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
-from sarathi_pp.model.fuse.compiled_layers import CompiledLayers, compile_layers
+from sarathi_pp.model.fuse.compiled_layers import CompiledLayers, choose_team, compile_layers
 from sarathi_pp.model.fuse.cpu_modules import Block
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm
@@ -203,6 +203,32 @@ def test_our_attention_does_not(kind, threads, never_in_one_call):
     torch.set_num_threads(threads)
     with pytest.raises(AssertionError, match="in one call"):
         run(pair("llama", kind)[1], ROUNDS)
+
+
+@for_all_kinds
+def test_the_layers_compute_on_as_many_threads_as_were_fastest(kind, monkeypatch):
+    """By this clock, two threads are the fastest with few rows, and four with more. No bit depends on it."""
+    from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayersCall
+
+    torch.set_num_threads(4)
+    model = pair("llama", kind)[1]
+    expected, teams, now_s, call = run(model, ROUNDS), [], [0.0], DecoderLayersCall.__call__
+
+    def counted(self: DecoderLayersCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        teams.append(len(kwargs["tiles"].bounds) - 1)
+        fastest = 2 if x.shape[1] <= 16 else 4
+        now_s[0] += 1 + abs(teams[-1] - fastest)
+        return call(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(DecoderLayersCall, "__call__", counted)
+    found = choose_team(model, lambda rows: run(model, [[(0, rows)]]), lambda: now_s[0])
+    assert found == (2, 4) and {*teams} == {4, 2, 1}
+    teams.clear()
+    found = run(model, ROUNDS)
+    assert teams == [4, 2] and all(map(torch.equal, expected, found))
+    torch.set_num_threads(1)
+    teams.clear()
+    assert all(map(torch.equal, expected, run(model, ROUNDS))) and teams == [1, 1]
 
 
 @for_all_kinds

@@ -17,6 +17,7 @@ sixteen outputs wide, with one line for each pair:
     call        calls of a kernel by its address
     registers   the parts of which the functions are built
     memory      loads and stores
+    keys        scores of float32 keys that are read where they are
     products    rows times adjacent panels, for linear layers and chunks; products for decodes
     transpose   rows to columns, in the order in which products read
     exp2        two to the power of each lane

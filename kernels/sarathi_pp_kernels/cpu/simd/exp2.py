@@ -22,6 +22,8 @@ FINE = (
 )
 # Added to a whole number of up to 22 bits, it moves the number to the lowest bits of the sum.
 _WHOLE_SHIFT, _WHOLE_SHIFT_BITS = 1.5 * 2.0**23, 0x4B400000
+# The least exponent whose power is not 0. Smaller powers would be subnormal, which are slow on some processors.
+_LEAST_EXPONENT = -125.0
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
@@ -41,14 +43,22 @@ def power(builder: Any, whole: Any, rest: Any, fit: Sequence[float]) -> Any:
     return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [found, whole, found, every, nearest])
 
 
+def power_below_one(builder: Any, whole: Any, rest: Any) -> Any:
+    """Return 2^(whole + rest) for whole <= 1 and |rest| <= 1/2, and 0 for whole < -125. NaN stays NaN.
+
+    Any processor has these instructions. The bits are the same on all.
+    """
+    found = builder.fmul(_power_of_rest(builder, rest, FINE), _two_to(builder, _to_int(builder, whole)))
+    return builder.select(builder.fcmp_ordered("<", whole, constant(_LEAST_EXPONENT)), constant(0.0), found)
+
+
 def power_by_bits(builder: Any, whole: Any, rest: Any, fit: Sequence[float]) -> Any:
     """Return what `power` does, with instructions that any processor has. |whole| is at most 250, unless both are NaN.
 
     2^whole is the product of two powers whose exponents are put into their bits. The first product is exact. So the
     result is rounded once, even if it is too small for a full mantissa. The compiler must not reorder the products.
     """
-    shifted = builder.bitcast(builder.fadd(whole, constant(_WHOLE_SHIFT)), WORDS)
-    exponent = builder.sub(shifted, _words(_WHOLE_SHIFT_BITS))
+    exponent = _to_int(builder, whole)
     first = builder.ashr(exponent, _words(1))
     found = builder.fmul(_power_of_rest(builder, rest, fit), _two_to(builder, first))
     return builder.fmul(found, _two_to(builder, builder.sub(exponent, first)))
@@ -59,6 +69,11 @@ def _power_of_rest(builder: Any, rest: Any, fit: Sequence[float]) -> Any:
     for coefficient in reversed(fit[:-1]):
         found = fma(builder, found, rest, constant(coefficient))
     return found
+
+
+def _to_int(builder: Any, whole: Any) -> Any:
+    shifted = builder.bitcast(builder.fadd(whole, constant(_WHOLE_SHIFT)), WORDS)
+    return builder.sub(shifted, _words(_WHOLE_SHIFT_BITS))
 
 
 def _two_to(builder: Any, exponent: Any) -> Any:

@@ -25,6 +25,7 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     each_line,
     element_at,
     fma,
+    for_count,
     index,
     load_values,
     pairs_at,
@@ -49,6 +50,7 @@ class _Tile(NamedTuple):
         kind: BF16, FLOAT32, FLOAT32_BF16 or FLOAT32_FP16.
         cache: level (1, 2) of the cache to which lines are prefetched; 0 for none.
         rounded: outputs are bfloat16; otherwise float32.
+        continued: sums begin with the outputs so far.
     """
 
     rows: int
@@ -56,6 +58,7 @@ class _Tile(NamedTuple):
     kind: int
     cache: int
     rounded: bool
+    continued: bool = False
 
 
 class _Operands(NamedTuple):
@@ -64,6 +67,8 @@ class _Operands(NamedTuple):
     Attributes:
         row_words: number of words from a row of x to the next.
         step_words: number of words from a word of a row of x to its next word.
+        added: address of what is added to the sums at the end, or with which they begin in BF16; None for nothing.
+        line_words: number of words from a line of a panel to its next line.
     """
 
     weight: Any
@@ -78,6 +83,7 @@ class _Operands(NamedTuple):
     out_row: Any
     ahead: Any = None
     ahead_step: Any = None
+    line_words: Any = index(LANES)
 
 
 @intrinsic(prefer_literal=True)
@@ -111,6 +117,42 @@ def dot_tile(  # type: ignore[no-untyped-def]
 
 
 @intrinsic(prefer_literal=True)
+def multiply_tile(  # type: ignore[no-untyped-def]
+    typing, least_rows, most_rows, panels, continued, asks, rows, weight, panel_words, line_words, x, row_words,
+    num_lines, out, out_row, ahead,
+):  # fmt: skip
+    """Compute out[r][lane of panel p] = sum over k of x[r][k] * panel p[k][lane], in float32.
+
+    Each sum is over ascending k, in one register.
+
+    Args:
+        least_rows: smallest number of rows, a literal.
+        most_rows: largest number of rows, a literal.
+        panels: number of panels of the tile, a literal.
+        continued: a literal: 1 if the sums begin with what `out` has; 0 if they begin with 0.
+        asks: a literal: 1 to prefetch, for each line that is read, the one as far after `ahead` as it is after
+            `weight`; 0 for none.
+        rows: number of rows of the tile.
+        weight: address of the panels. Line k of panel p is p * panel_words + k * line_words float32 after it.
+        x: address of the rows. Row r is r * row_words float32 after it.
+        num_lines: number of lines of a panel, at least 1.
+        out: address of the outputs. Row r is r * out_row outputs after it.
+    """
+    least, most, count, begun, asked = (one.literal_value for one in (least_rows, most_rows, panels, continued, asks))
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows_, weight_, panel_words_, line_words_, x_, row_words_, num_lines_, out_, out_row_, ahead_ = arguments[5:]
+        given = weight_, panel_words_, x_, row_words_, index(1), num_lines_, None, None, out_, out_row_
+        operands = _Operands(*given, ahead_, builder.mul(line_words_, index(4)), line_words_)
+        for height in for_count(builder, rows_, range(least, most + 1)):
+            tile = _Tile(height, count, FLOAT32, cache=2 * asked, rounded=False, continued=bool(begun))
+            _build_tile(builder, tile, operands)
+        return context.get_dummy_value()
+
+    return types.void(least_rows, most_rows, panels, continued, asks, *[types.int64] * 10), generate
+
+
+@intrinsic(prefer_literal=True)
 def multiply_rows(  # type: ignore[no-untyped-def]
     typing, kind, most_rows, panels, level, rows, weight, panel_words, x, num_lines, added, added_row, out, out_row,
     ahead, ahead_step,
@@ -141,19 +183,10 @@ def multiply_rows(  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows_, weight_, panel_words_, x_, num_lines_, added_, added_row_, out_, out_row_, *prefetched = arguments[4:]
-        heights = range(2, most + 1, 2)
-        blocks = [builder.append_basic_block(f"rows_{height}") for height in heights]
-        after = builder.append_basic_block("multiplied")
-        choice = builder.switch(rows_, blocks[-1])
-        for height, block in zip(heights, blocks, strict=True):
-            if height < most:
-                choice.add_case(index(height), block)
-            builder.position_at_end(block)
+        for height in for_count(builder, rows_, range(2, most + 1, 2)):
             tile = _Tile(height, count, multiplies, cache, multiplies == BF16)
             words = weight_, panel_words_, x_, index(1), index(height), num_lines_
             _build_tile(builder, tile, _Operands(*words, added_, added_row_, out_, out_row_, *prefetched))
-            builder.branch(after)
-        builder.position_at_end(after)
         return context.get_dummy_value()
 
     return types.void(kind, most_rows, panels, level, *[types.int64] * 11), generate
@@ -161,21 +194,17 @@ def multiply_rows(  # type: ignore[no-untyped-def]
 
 def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:
     """Build the loop over the lines of a tile's panels."""
-    weight, panel_words, x, row_words, step_words, num_lines, *outputs, ahead, ahead_step = operands
+    weight, panel_words, x, row_words, step_words, num_lines, *outputs, ahead, ahead_step, line_words = operands
     added, added_row, out, out_row = outputs
     parts = 2 if tile.kind in NARROW else 1  # numbers of x, or pairs, per line
     panels = range(tile.panels)
-    if tile.kind == BF16:
-        starts = [load_values(builder, 4, added, index(LANES * panel)) for panel in panels]
-    else:
-        starts = [ir.Constant(FLOATS, [0.0] * LANES)] * tile.panels
-    with each_line(builder, num_lines, *(starts * tile.rows)) as (line, loop):
+    with each_line(builder, num_lines, *_first_sums(builder, tile, operands)) as (line, loop):
         lines = []
         for panel in panels:
             if tile.cache:
                 asked = builder.add(builder.mul(panel_words, index(4 * panel)), builder.mul(line, ahead_step))
                 prefetch_at(builder, element_at(builder, ahead, I8, asked), tile.cache)
-            word = builder.add(builder.mul(line, index(LANES)), builder.mul(panel_words, index(panel)))
+            word = builder.add(builder.mul(line, line_words), builder.mul(panel_words, index(panel)))
             lines.append(_line_of(builder, tile.kind, element_at(builder, weight, I32, word)))
         sums = list(loop.carried)
         for part in range(parts):
@@ -192,11 +221,25 @@ def _build_tile(builder: Any, tile: _Tile, operands: _Operands) -> None:
         loop.carry(*sums)
     for held, total in enumerate(loop.results):
         row, panel = divmod(held, tile.panels)
-        if tile.kind != BF16:
+        if tile.kind != BF16 and added is not None:
             place = builder.add(builder.mul(added_row, index(row)), index(LANES * panel))
             total = builder.fadd(load_values(builder, 4, added, place), total)
         at = builder.add(builder.mul(out_row, index(row)), index(LANES * panel))
         store_values(builder, 2 if tile.rounded else 4, total, out, at)
+
+
+def _first_sums(builder: Any, tile: _Tile, operands: _Operands) -> list[Any]:
+    """Return what the sums of a tile begin with, row by row."""
+    places = [[index(LANES * panel) for panel in range(tile.panels)] for _ in range(tile.rows)]
+    if tile.kind == BF16:
+        return [load_values(builder, 4, operands.added, place) for place in places[0]] * tile.rows
+    if not tile.continued:
+        return [ir.Constant(FLOATS, [0.0] * LANES)] * (tile.rows * tile.panels)
+    return [
+        load_values(builder, 4, operands.out, builder.add(builder.mul(operands.out_row, index(row)), place))
+        for row, of_row in enumerate(places)
+        for place in of_row
+    ]
 
 
 def _line_of(builder: Any, kind: int, pointer: Any) -> list[Any]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,7 +132,7 @@ def dot(builder: Any, held: Any, left: Any, right: Any) -> Any:
         operands += [_part(builder, pairs, 2 * first, 2 * lanes) for pairs in (left, right)]
         parts.append(call(builder, instruction, operands[0].type, operands))
     while len(parts) > 1:
-        parts = [_joined(builder, *two) for two in zip(parts[::2], parts[1::2], strict=True)]
+        parts = [joined(builder, *two) for two in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
@@ -144,7 +144,8 @@ def _part(builder: Any, values: Any, first: int, count: int) -> Any:
     return builder.shuffle_vector(values, ir.Constant(values.type, ir.Undefined), lanes)
 
 
-def _joined(builder: Any, first: Any, second: Any) -> Any:
+def joined(builder: Any, first: Any, second: Any) -> Any:
+    """Return a vector with the lanes of the first one, then those of the second one."""
     lanes = 2 * first.type.count
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, lanes), list(range(lanes))))
 
@@ -230,4 +231,18 @@ def each_line(builder: Any, num_lines: Any, *begins: Any) -> Iterator[tuple[Any,
         carried.add_incoming(begin, entry)
         carried.add_incoming(result, body)
     builder.cbranch(builder.icmp_signed("<", following, num_lines), body, after)
+    builder.position_at_end(after)
+
+
+def for_count(builder: Any, count: Any, cases: Sequence[int]) -> Iterator[int]:
+    """Yield each of the cases. The code that is built meanwhile runs if `count`, one of them, is that case."""
+    blocks = [builder.append_basic_block(f"count_{case}") for case in cases]
+    after = builder.append_basic_block("counted")
+    choice = builder.switch(count, blocks[-1])
+    for case, block in zip(cases, blocks, strict=True):
+        if block is not blocks[-1]:
+            choice.add_case(index(case), block)
+        builder.position_at_end(block)
+        yield case
+        builder.branch(after)
     builder.position_at_end(after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from sarathi_pp_kernels.cpu.simd.compile import inlined
-from sarathi_pp_kernels.cpu.simd.exp2 import ROUGH, nearest_whole, power
+from sarathi_pp_kernels.cpu.simd.exp2 import ROUGH, constant, nearest_whole, power, power_below_one
 from sarathi_pp_kernels.cpu.simd.memory import load_float, store_float
 from sarathi_pp_kernels.cpu.simd.registers import (
     F32,
@@ -23,6 +24,7 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     call,
     each_line,
     element_at,
+    floats_at,
     fma,
     index,
     load_line,
@@ -81,26 +83,45 @@ def largest(typing, rows, scores, step, num_lines, found):  # type: ignore[no-un
     """
     num_rows = rows.literal_value
 
-    def larger(builder: Any, one: Any, held: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", one, held), one, held)
-
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, scores_, step_, num_lines_, found_ = arguments
         begins = _rows_at(builder, scores_, step_, F32, num_rows)
-        nothing = ir.Constant(FLOATS, [float("-inf")] * LANES)
-        with each_line(builder, num_lines_, *[nothing] * num_rows) as (line, loop):
-            lines = [load_line(builder, begin, line) for begin in begins]
-            loop.carry(*[larger(builder, one, held) for one, held in zip(lines, loop.carried, strict=True)])
-        for row, of_row in enumerate(loop.results):
-            held = of_row
-            for distance in (8, 4, 2, 1):
-                lanes = [(lane + distance) % LANES for lane in range(LANES)]
-                held = larger(builder, builder.shuffle_vector(held, held, ir.Constant(WORDS, lanes)), held)
-            one = builder.extract_element(held, ir.Constant(I32, 0))
+        for row, one in enumerate(_largest(builder, begins, num_lines_)):
             builder.store(one, element_at(builder, found_, F32, index(row)))
         return context.get_dummy_value()
 
     return types.void(rows, *[types.int64] * 4), generate
+
+
+@intrinsic
+def largest_of(typing, scores, num_lines):  # type: ignore[no-untyped-def]
+    """Return what `largest` writes for one row."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores_, num_lines_ = arguments
+        return _largest(builder, [scores_], num_lines_)[0]
+
+    return types.float32(types.int64, types.int64), generate
+
+
+def _largest(builder: Any, begins: list[Any], num_lines: Any) -> list[Any]:
+    """Build the search for the largest of 16 * num_lines float32 of each row, given by address."""
+
+    def larger(one: Any, held: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", one, held), one, held)
+
+    with each_line(builder, num_lines, *[constant(float("-inf"))] * len(begins)) as (line, loop):
+        lines = [load_line(builder, begin, line) for begin in begins]
+        loop.carry(*[larger(one, held) for one, held in zip(lines, loop.carried, strict=True)])
+    return [_across(builder, of_row, larger) for of_row in loop.results]
+
+
+def _across(builder: Any, held: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine all lanes to one value: those 8, 4, 2 and 1 apart."""
+    for distance in (8, 4, 2, 1):
+        lanes = [(lane + distance) % LANES for lane in range(LANES)]
+        held = combine(builder.shuffle_vector(held, held, ir.Constant(WORDS, lanes)), held)
+    return builder.extract_element(held, ir.Constant(I32, 0))
 
 
 @intrinsic(prefer_literal=True)
@@ -147,6 +168,30 @@ def weigh_lines(typing, rows, scores, step, to, to_step, num_lines, slope, tops,
         return context.get_dummy_value()
 
     return types.void(rows, *[types.int64] * 5, types.float32, types.int64, types.int64), generate
+
+
+@intrinsic
+def weigh_row(typing, scores, num_lines, slope, top):  # type: ignore[no-untyped-def]
+    """Replace 16 * num_lines float32 scores by the weights 2^(slope * score - top), and return the sum of these.
+
+    The relative error is below 1e-7 for a weight near 1. NaN stays NaN. A score of -1e30 has weight 0.
+
+    Args:
+        top: at least the largest of the products slope * score.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores_, num_lines_, slope_, top_ = arguments
+        slopes, below = spread(builder, slope_), spread(builder, builder.fneg(top_))
+        with each_line(builder, num_lines_, constant(0.0)) as (line, loop):
+            exponent = fma(builder, load_line(builder, scores_, line), slopes, below)
+            whole = nearest_whole(builder, exponent)
+            weight = power_below_one(builder, whole, builder.fsub(exponent, whole))
+            builder.store(weight, floats_at(builder, scores_, builder.mul(line, index(LANES))), align=4)
+            loop.carry(builder.fadd(loop.carried[0], weight))
+        return _across(builder, loop.results[0], builder.fadd)
+
+    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
 
 def _rows_at(builder: Any, address: Any, step: Any, element: Any, num_rows: int) -> list[Any]:

@@ -24,7 +24,7 @@ from sarathi_pp_kernels.cpu.simd.registers import (
 )
 
 # Words of a quarter of a register. Rows are interleaved within quarters before quarters change places.
-_QUARTER = 4
+QUARTER = 4
 
 
 @inlined
@@ -112,17 +112,17 @@ def _line(builder: Any, address: Any, word: Any) -> Any:
 def _columns(builder: Any, rows: list[Any]) -> list[Any]:
     """Transpose sixteen rows, each in a register, four at a time. Lane r of the new register k is word k of row r."""
     # Every four rows give four registers. Quarter q of register j has word 4 * q + j of each of the four rows.
-    fours = [_interleaved(builder, rows[first : first + _QUARTER]) for first in range(0, LANES, _QUARTER)]
+    fours = [interleaved(builder, rows[first : first + QUARTER]) for first in range(0, LANES, QUARTER)]
     columns: list[Any] = [None] * LANES
     for j, (a, b, c, d) in enumerate(zip(*fours, strict=True)):
         for quarters in ([0, 1], [2, 3]):
             low, high = _quarters(builder, a, b, quarters, quarters), _quarters(builder, c, d, quarters, quarters)
             for at, quarter in enumerate(quarters):
-                columns[_QUARTER * quarter + j] = _quarters(builder, low, high, [at, at + 2], [at, at + 2])
+                columns[QUARTER * quarter + j] = _quarters(builder, low, high, [at, at + 2], [at, at + 2])
     return columns
 
 
-def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
+def interleaved(builder: Any, rows: list[Any]) -> list[Any]:
     """Transpose four rows within each quarter: first by single words, then by two words."""
     low, high = [0, 4, 1, 5], [2, 6, 3, 7]
     a, b, c, d = rows
@@ -137,8 +137,8 @@ def _interleaved(builder: Any, rows: list[Any]) -> list[Any]:
 def _in_quarters(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
     """Choose the same words from each quarter. In `order`, 0 to 3 are the words of a, and 4 to 7 those of b."""
     lanes = [
-        _QUARTER * quarter + (word if word < _QUARTER else LANES + word - _QUARTER)
-        for quarter in range(LANES // _QUARTER)
+        QUARTER * quarter + (word if word < QUARTER else LANES + word - QUARTER)
+        for quarter in range(LANES // QUARTER)
         for word in order
     ]
     return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))
@@ -146,6 +146,6 @@ def _in_quarters(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
 
 def _quarters(builder: Any, a: Any, b: Any, of_a: list[int], of_b: list[int]) -> Any:
     """Return two quarters of a, then two of b."""
-    begins = [_QUARTER * quarter for quarter in of_a] + [LANES + _QUARTER * quarter for quarter in of_b]
-    lanes = [begin + word for begin in begins for word in range(_QUARTER)]
+    begins = [QUARTER * quarter for quarter in of_a] + [LANES + QUARTER * quarter for quarter in of_b]
+    lanes = [begin + word for begin in begins for word in range(QUARTER)]
     return builder.shuffle_vector(a, b, ir.Constant(WORDS, lanes))

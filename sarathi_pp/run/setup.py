@@ -284,7 +284,7 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
 def make_stage(
     member: Member, start: AgreedStart, loaded: LoadedStage, run: ResolvedRun
 ) -> tuple[Stage, tuple[tuple[int, int] | None, ...]]:
-    """Make this rank's stage with its KV pages, and compute a first microbatch, which compiles kernels.
+    """Make this rank's stage with its KV pages, and compute first microbatches, which compile kernels.
 
     Returns:
         The stage, and for each rank the `threads` of its stage.

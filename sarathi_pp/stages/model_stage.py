@@ -406,7 +406,7 @@ class ModelStage:
         for microbatch in warming(min(num_tokens, room), min(num_keys, room), on_device=on_device):
             y = self._warm(microbatch)
         if not on_device:
-            compute = partial(self._warm_rows, room)
+            compute = partial(self._warm_rows, min(num_tokens, room))
             self.threads = choose_team(self.model.module, compute, SystemClock().now)
         if self._head is not None:
             y = self._head.forward(torch.zeros(1, self._head.size, dtype=self._dtype, device=self.device))

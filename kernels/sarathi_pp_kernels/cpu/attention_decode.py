@@ -17,8 +17,8 @@ Measured on one core of a Zen 4, with 700 keys of 8 KV heads of 64 channels. bfl
 prefetching. float32 takes 217 us against 284 us. On a Zen 5, gathering the pages for torch's products takes 330 to 400
 us for 763 keys.
 
-In float32, attention_float.py is faster, and computes all heads and pages that it can read. Other float32 shapes are
-computed here, with tiles of several rows, and so are decodes in bfloat16 and float16 without SIMD kernels of their own.
+In float32, attention_float.py is faster, and is used wherever it fits. Other float32 shapes are computed here, with
+tiles of several rows, and so are decodes in bfloat16 and float16 without SIMD kernels of their own.
 
 Products and sums are float32 for every dtype. Operations may be reordered, but NaN and infinity stay what they are. The
 result of a row depends on nothing but the row: neither on its tile nor on any other.

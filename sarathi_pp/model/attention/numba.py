@@ -6,7 +6,7 @@ for processors with AVX512-BF16 and pages of 16, 32, 64 .. 1024 tokens. Then dec
 prompt chunks use attention_prefill.py, even for a single row. Otherwise torch's products compute the chunks (sdpa.py).
 
 In float32, one kernel computes chunks and decodes: attention_float.py, or attention_decode.py if heads or pages do not
-fit that. A row's output is then the same to the last bit, however its prompt was cut and whatever rows were computed
+fit it. A row's output is then the same to the last bit, however its prompt was cut and whatever rows were computed
 with it. This is the reason to choose float32.
 """
 

@@ -66,7 +66,7 @@ class CompiledLayers(nn.Module):
     """The layers (blocks) of a stage, which run one after the other, or in one compiled call with the same bits.
 
     It is one call if attention is numba's. Only one thread at a time may call this module. The modules compute on
-    torch's number of threads, and the call on that of `team` if it is lower.
+    torch's number of threads. The call uses those of `team` if they are fewer.
     """
 
     team: TeamSize | None = None  # None: torch's number of threads

@@ -9,7 +9,8 @@ The number of threads changes no bit of the compiled call (decoder_layers.py). S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from typing import NamedTuple
 _FEW_ROWS = 16
 # Numbers of rows that are timed, of the one kind and of the other, and how often each is timed.
 _TIMED_FEW, _TIMED_MANY, _TIMES = 8, 64, 3
-# More threads are taken if the time is shorter by this factor.
-_WORTHWHILE = 1.03
+# More threads are taken if the time is shorter by this factor. If it is shorter by the second one, once is enough.
+_WORTHWHILE, _HOPELESS = 1.03, 1.3
 
 
 class TeamSize(NamedTuple):
@@ -39,20 +40,32 @@ class TeamSize(NamedTuple):
 def measured_team(seconds: Callable[[int, int], float], most: int) -> TeamSize:
     """Return the best team of at most `most` threads: the smallest one of about the shortest time.
 
-    `most`, its half, its quarter and so on are timed, until the time gets longer.
+    A team is compared with the one of half its size, from `most` on, until that half is slower. Both are timed in turn,
+    since other programs may disturb a while.
 
     Args:
-        seconds: computes the layers once, for a number of rows and with a number of threads, and returns the time.
+        seconds: computes a stage once, for a number of rows and with a number of threads, and returns the time.
     """
     return TeamSize(_best(partial(seconds, _TIMED_FEW), most), _best(partial(seconds, _TIMED_MANY), most))
 
 
 def _best(seconds: Callable[[int], float], most: int) -> int:
-    best, best_s = most, min(seconds(most) for _ in range(_TIMES))
-    count = most // 2
-    while count:
-        taken_s = min(seconds(count) for _ in range(_TIMES))
-        if taken_s > best_s * _WORTHWHILE:
+    best, shortest_s = most, math.inf
+    for half in _halves(most):
+        least_s = {best: math.inf, half: math.inf}
+        for _ in range(_TIMES):
+            for count in (best, half):
+                least_s[count] = min(least_s[count], seconds(count))
+            if least_s[half] > _HOPELESS * least_s[best]:
+                break
+        shortest_s = min(shortest_s, *least_s.values())
+        if least_s[half] > _WORTHWHILE * shortest_s:
             break
-        best, best_s, count = count, min(taken_s, best_s), count // 2
+        best = half
     return best
+
+
+def _halves(most: int) -> Iterator[int]:
+    while most > 1:
+        most //= 2
+        yield most

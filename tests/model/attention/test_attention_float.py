@@ -159,6 +159,12 @@ def test_the_kernel_keeps_to_the_scratch_that_it_asks_for(head_dim: int, num_row
     assert bool((scratch[needed:] == 7).all()) and bool(np.isfinite(out).all())
 
 
+def test_a_small_tile_may_need_more_scratch_than_a_large_one() -> None:
+    """Tiles of few rows keep the scores of all heads at once, and others those of six rows."""
+    one, five = (attention_float.scratch_floats(rows, 64, 64, 16) for rows in (1, 5))
+    assert five >= one > 2 * 512 * 16 + 6 * (512 + 16) + 6 * 18, "the memory of five rows alone"
+
+
 def attend(num_rows: int, head_dim: int, scratch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute one tile after 600 keys with 6 heads and 2 KV heads. Return the scratch memory and the output."""
     random, start, page_size = np.random.default_rng(num_rows), 600, 16

@@ -211,7 +211,8 @@ def test_the_layers_compute_on_as_many_threads_as_were_fastest(kind, monkeypatch
     from sarathi_pp_kernels.cpu.decoder_layers_call import DecoderLayersCall
 
     torch.set_num_threads(4)
-    model = pair("llama", kind)[1]
+    model = make("llama", kind)
+    assert compile_layers(model.model.layers)
     expected, teams, now_s, call = run(model, ROUNDS), [], [0.0], DecoderLayersCall.__call__
 
     def counted(self: DecoderLayersCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

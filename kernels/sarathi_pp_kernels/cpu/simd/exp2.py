@@ -44,7 +44,7 @@ def power(builder: Any, whole: Any, rest: Any, fit: Sequence[float]) -> Any:
 
 
 def power_below_one(builder: Any, whole: Any, rest: Any) -> Any:
-    """Return 2^(whole + rest) for whole <= 1 and |rest| <= 1/2, and 0 for whole < -125. NaN stays NaN.
+    """Return 2^(whole + rest) for whole <= 0 and |rest| <= 1/2, and 0 for whole < -125. NaN stays NaN.
 
     Any processor has these instructions. The bits are the same on all.
     """

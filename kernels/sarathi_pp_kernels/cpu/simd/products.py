@@ -121,7 +121,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     typing, least_rows, most_rows, panels, continued, asks, rows, weight, panel_words, line_words, x, row_words,
     num_lines, out, out_row, ahead,
 ):  # fmt: skip
-    """Compute out[r][lane of panel p] = sum over k of x[r][k] * panel p[k][lane], in float32.
+    """Compute out[r][lane of panel p] = sum over k of x[r][k] * panel p[k][lane], or add the sum to `out`, in float32.
 
     Each sum is over ascending k, in one register.
 

@@ -177,7 +177,7 @@ def weigh_row(typing, scores, num_lines, slope, top):  # type: ignore[no-untyped
     The relative error is below 1e-7 for a weight near 1. NaN stays NaN. A score of -1e30 has weight 0.
 
     Args:
-        top: at least the largest of the products slope * score.
+        top: the largest of the products slope * score, or more. It is rounded, and a weight is never above 1.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -185,6 +185,7 @@ def weigh_row(typing, scores, num_lines, slope, top):  # type: ignore[no-untyped
         slopes, below = spread(builder, slope_), spread(builder, builder.fneg(top_))
         with each_line(builder, num_lines_, constant(0.0)) as (line, loop):
             exponent = fma(builder, load_line(builder, scores_, line), slopes, below)
+            exponent = builder.select(builder.fcmp_ordered(">", exponent, constant(0.0)), constant(0.0), exponent)
             whole = nearest_whole(builder, exponent)
             weight = power_below_one(builder, whole, builder.fsub(exponent, whole))
             builder.store(weight, floats_at(builder, scores_, builder.mul(line, index(LANES))), align=4)

@@ -4,8 +4,8 @@ A tile is one row (token), or consecutive rows of a sequence. Keys are divided i
 steps follow each other:
 
     scores     products of queries and keys
-    weights    softmax of the scores, in place. What the row has so far is scaled down if a larger score comes
-    sums       the values, multiplied by the weights and added to what the row has so far
+    weights    softmax of the scores, in place. The row's sums are scaled down if a larger score comes
+    sums       the values, multiplied by the weights and added to the row's sums
 
 This is the online softmax of FlashAttention (arXiv 2205.14135, section 3.1). So scratch memory is limited whatever the
 length of the context.
@@ -58,7 +58,7 @@ _FEW_ROWS = 4
 # Then, the most query heads that are multiplied at a time with keys, and with values, and the most panels of values, by
 # the number of registers. With AVX2, 4 heads and keys need some memory too, and yet 2 heads take 10 % longer.
 _SCORED, _ADDED, _ADDED_PANELS = {16: (4, 4, 4), 8: (4, 2, 2)}.get(target().lanes, (2, 4, 1))
-# Most rows of a tile, times the query heads that share a KV head. What each has so far is kept at once.
+# Most rows of a tile, times the query heads that share a KV head. The sums of all are kept at once.
 _MOST_STATES = 512
 # If several threads compute a chunk: the number of its tiles per thread, and the least rows of a tile.
 _TILES_PER_THREAD, _LEAST_ROWS = 4, 12
@@ -94,7 +94,7 @@ def scratch_floats(most_rows: int, num_heads: int, num_kv_heads: int, head_dim: 
 
 @inlined
 def _begin(state, sums, head_dim, sink):  # type: ignore[no-untyped-def]
-    """Set what a row has before the first block.
+    """Set the state and the sums of a row before the first block.
 
     Args:
         state: the row's largest score, in base 2, and the sum of its weights.
@@ -109,7 +109,7 @@ def _begin(state, sums, head_dim, sink):  # type: ignore[no-untyped-def]
 
 @inlined
 def _weigh(scores, low, high, width, scaling, softcap, state, sums, head_dim):  # type: ignore[no-untyped-def]
-    """Turn a row's scores of a block into weights, in place, and scale what the row has so far.
+    """Turn a row's scores of a block into weights, in place, and scale the row's state and sums.
 
     Args:
         scores: products of the query with `width` keys, of which the row sees [low, high). width is a multiple of 16.
@@ -293,7 +293,7 @@ def _attend_six(  # type: ignore[no-untyped-def]
     query, row_step, count, key_panels, value_lines, end, window, block_start, block_end, head_dim, scaling, softcap,
     scores, padded, states, sums,
 ):  # fmt: skip
-    """Add a block of keys [block_start, block_end) to what up to six rows of one query head have so far.
+    """Add a block of keys [block_start, block_end) to the sums of up to six rows of one query head.
 
     Args:
         query: the first row's query. The next one is row_step float32 after it.

@@ -138,14 +138,14 @@ def multiply_tile(  # type: ignore[no-untyped-def]
         num_lines: number of lines of a panel, at least 1.
         out: address of the outputs. Row r is r * out_row outputs after it.
     """
-    least, most, count, begun, asked = (one.literal_value for one in (least_rows, most_rows, panels, continued, asks))
+    least, most, count, adds, asked = (one.literal_value for one in (least_rows, most_rows, panels, continued, asks))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows_, weight_, panel_words_, line_words_, x_, row_words_, num_lines_, out_, out_row_, ahead_ = arguments[5:]
         given = weight_, panel_words_, x_, row_words_, index(1), num_lines_, None, None, out_, out_row_
         operands = _Operands(*given, ahead_, builder.mul(line_words_, index(4)), line_words_)
         for height in for_count(builder, rows_, range(least, most + 1)):
-            tile = _Tile(height, count, FLOAT32, cache=2 * asked, rounded=False, continued=bool(begun))
+            tile = _Tile(height, count, FLOAT32, cache=2 * asked, rounded=False, continued=bool(adds))
             _build_tile(builder, tile, operands)
         return context.get_dummy_value()
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from sarathi_pp.errors import ConfigError, OptionError
 from sarathi_pp.given_values import is_int, plain
@@ -21,6 +21,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
+PrefixCacheMode = Literal["off", "prompts", "all"]
+PREFIX_CACHES = ("auto", *get_args(PrefixCacheMode))
+ORDERS = ("auto", "input", "prefix")
 # The same names as in model/attention, which imports torch. A test compares the two.
 ATTENTIONS = ("auto", "numba", "triton", "flash", "varlen", "sdpa")
 
@@ -111,6 +114,12 @@ class RunConfig:
         enforce_eager: do not use CUDA graphs.
         head: stage of the LM head. "last": the last stage. "auto": on CPU the first stage may compute it too, if that
             makes the times of the stages more equal.
+        prefix_cache: which KV pages later requests can share. "off": none. "prompts": pages of prompts. "all": pages of
+            outputs too. "auto": "all" if a decode writes the same bits as a prompt chunk would, else "prompts".
+        order: order in which requests start. "input": that of the input. "prefix": prompts with equal beginnings follow
+            each other. "auto": "prefix" if the prefix cache is on and the input is a file or a list that arrives at
+            once.
+        order_window: most requests that the order "prefix" reads ahead. None: 2048.
         transport: "auto": shared memory on CPUs of a host, NCCL on GPUs, else gloo. "gloo": gloo for everything.
         run_dir: directory for traces, report.json and exit_code. None: OUTPUT.run for a command, a temporary directory
             for an LLM.
@@ -149,6 +158,9 @@ class RunConfig:
     debug_nan: bool = False
     enforce_eager: bool = False
     head: str = "auto"
+    prefix_cache: str = "auto"
+    order: str = "auto"
+    order_window: int | None = None
     transport: str = "auto"
     run_dir: Path | None = None
     emulate: Path | None = None
@@ -164,7 +176,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         self._convert()
         sizes = ("stages", "replicas", "tensor_parallel_size")
-        for name in (*sizes, "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight"):
+        for name in (*sizes, "chunk_size", "max_num_seqs", "max_model_len", "page_size", "inflight", "order_window"):
             value = getattr(self, name)
             absent = value is None and name not in sizes
             _demand(absent or (is_int(value) and value >= 1), name, value, "an integer of at least 1")
@@ -182,9 +194,19 @@ class RunConfig:
             memory,
             "a size of at least one byte, like '4GiB', '500MB' or 1073741824",
         )
-        chosen = {"dtype": DTYPES, "device": DEVICES, "head": HEADS, "transport": TRANSPORTS, "attention": ATTENTIONS}
+        chosen = {
+            "dtype": DTYPES,
+            "device": DEVICES,
+            "head": HEADS,
+            "transport": TRANSPORTS,
+            "attention": ATTENTIONS,
+            "prefix_cache": PREFIX_CACHES,
+            "order": ORDERS,
+        }
         for name, choices in chosen.items():
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+        window = self.order_window
+        _demand(window is None or self.order != "input", "order_window", window, "left out if the order is 'input'")
         split = self.layer_split
         _demand(
             split in (None, "even") or (isinstance(split, tuple) and all(map(is_int, split))),
@@ -259,6 +281,7 @@ class ResolvedRun:
         max_microbatch_tokens: tokens of the largest microbatch that the policy can emit. It sizes the wire's buffers.
         request_rate: arrivals per second. None: all requests are there at the start.
         moves_head: the first stage has the LM head too, and computes it for some of the microbatches.
+        prefix_cache: one of the modes, never "auto".
     """
 
     model: str
@@ -280,6 +303,7 @@ class ResolvedRun:
     replicas: int = 1
     tensor_parallel_size: int = 1
     moves_head: bool = False
+    prefix_cache: PrefixCacheMode = "off"
 
     @property
     def num_stages(self) -> int:

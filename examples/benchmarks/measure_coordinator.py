@@ -7,6 +7,9 @@ take in the result is a separate figure. Both are timed on one core for 8 stages
 same number of prompts waits, and every microbatch has prefill and decodes. Figures are medians after the pipeline is
 full.
 
+The prefix cache is timed with 256 running sequences and 50,000 pages: off and on, with prompts of about 1,200 tokens
+that share 1,024 of them in 8 groups, and with prompts that share none.
+
 The simulator runs SARATHI's GPT-3 pipeline. Its speed is in microbatch-stages per second: with the real coordinator,
 and for the virtual clock alone on the schedule of that run. The last figure is the most memory that Python held,
 without the timeline.
@@ -15,7 +18,9 @@ without the timeline.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import random
 import statistics
 import time
 import tracemalloc
@@ -28,7 +33,9 @@ from typing import Any
 import click
 from record import Record
 
+from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.coordinator import Coordinator
+from sarathi_pp.core.pages import PagePool
 from sarathi_pp.core.plan import MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.core.policy.view import Limits
@@ -43,6 +50,9 @@ from sarathi_pp.wire.codec import MicroBatchFrame, encode
 STAGES = 8
 RUNNING = (16, 64, 256, 1024, 2048, 4096)
 PROMPT, OUTPUT = 512, 256
+# With the prefix cache: running sequences, pages, groups of prompts and the tokens that a group shares.
+SHARING, PAGES, GROUPS, SHARED = 256, 50_000, 8, 1024
+VOCABULARY = 32_000
 
 
 def requests() -> Iterator[Request]:
@@ -53,19 +63,49 @@ def requests() -> Iterator[Request]:
         index += 1
 
 
-def time_steps(policy: PolicySpec, running: int, steps: int) -> dict[str, float]:
-    """Time `steps` microbatches with `running` sequences. Return median and 99th percentile in milliseconds."""
-    chunk_size, inflight_most = max(256, 4 * running // STAGES), policy.inflight(STAGES)
-    limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, inflight_most)
+def sharing_requests(num_shared: int) -> Iterator[Request]:
+    """Yield requests whose prompts begin with the `num_shared` tokens of their group."""
+    draw = random.Random(0)
+    groups = [draw.choices(range(VOCABULARY), k=num_shared) for _ in range(GROUPS)]
+    for index in itertools.count():
+        own = draw.choices(range(VOCABULARY), k=draw.randrange(100, 300) + SHARED - num_shared)
+        sampling = SamplingParams(max_new_tokens=1 + (index * 97) % (2 * OUTPUT), ignore_eos=True, seed=index)
+        yield Request(index, tuple(draw.choice(groups) + own), sampling)
+
+
+def time_prefix_cache(policy: PolicySpec, steps: int) -> dict[str, dict[str, float]]:
+    chunk_size = max(256, 4 * SHARING // STAGES)
+    limits = Limits(STAGES, chunk_size, SHARING, 4096, 16, PAGES, policy.inflight(STAGES))
+    modes: tuple[PrefixCacheMode, ...] = ("off", "all")
+    return {
+        f"{name}, {mode}": time_steps(policy, replace(limits, prefix_cache=mode), sharing_requests(num_shared), steps)
+        for name, num_shared in (("shared", SHARED), ("nothing shared", 0))
+        for mode in modes
+    }
+
+
+def time_running(policy: PolicySpec, running: int, steps: int) -> dict[str, float]:
+    chunk_size = max(256, 4 * running // STAGES)
+    limits = Limits(STAGES, chunk_size, running, 4096, 16, running * 64, policy.inflight(STAGES))
+    return time_steps(policy, limits, requests(), steps)
+
+
+def time_steps(policy: PolicySpec, limits: Limits, arriving: Iterator[Request], steps: int) -> dict[str, float]:
+    """Time `steps` microbatches of a full pipeline. Return median and 99th percentile in milliseconds."""
+    running = limits.max_num_seqs
     cost = preset("gpt3-a100-tp8pp8").cost if policy.kind.wants_cost else None
     coordinator = Coordinator(limits, policy.make(), cost=cost)
-    arriving, inflight = requests(), deque[MicroBatch]()
+    inflight = deque[MicroBatch]()
     step_ms: list[float] = []
     result_ms: list[float] = []
+    submit_ms: list[float] = []
     decodes: list[int] = []
     while len(step_ms) < steps:
         while coordinator.num_waiting < running:
-            coordinator.submit(next(arriving))
+            request = next(arriving)
+            began = time.perf_counter()
+            coordinator.submit(request)
+            submit_ms.append(1e3 * (time.perf_counter() - began))
         began = time.perf_counter()
         microbatch = coordinator.next_microbatch()
         if microbatch is not None:
@@ -85,6 +125,8 @@ def time_steps(policy: PolicySpec, running: int, steps: int) -> dict[str, float]
         "step_ms_p50": statistics.median(step_ms),
         "step_ms_p99": statistics.quantiles(step_ms, n=100)[98],
         "result_ms_p50": statistics.median(result_ms),
+        "submit_ms_p50": statistics.median(submit_ms),
+        "hit_rate": coordinator.prefixes.cached_tokens / max(1, coordinator.prefixes.prompt_tokens),
         "decodes_a_microbatch": statistics.fmean(decodes),
     }
 
@@ -131,6 +173,20 @@ def peak_bytes(num_requests: int) -> int:
     return peak
 
 
+def index_bytes() -> int:
+    """Return the bytes of a pool whose pages are all in the index, and idle."""
+    gc.collect()
+    tracemalloc.start()
+    pool = PagePool(PAGES, 16)
+    pages = pool.take(PAGES)
+    for page in pages:
+        pool.enter(page, page.to_bytes(16, "little"))
+    pool.give_back(pages)
+    found = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return found
+
+
 @click.command()
 @click.option("--policy", "policies", multiple=True, default=("balanced", "sarathi", "vllm"), show_default=True)
 @click.option("--steps", type=click.IntRange(min=100), default=600, show_default=True)
@@ -142,14 +198,24 @@ def main(policies: tuple[str, ...], steps: int, num_requests: int, output: Path 
     for policy in policies:
         step_rows[policy] = {}
         for running in RUNNING:
-            row = step_rows[policy][str(running)] = time_steps(parse_policy(policy), running, steps)
+            row = step_rows[policy][str(running)] = time_running(parse_policy(policy), running, steps)
             print(f"{policy:10} {running:5} running  " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
+    sharing = {policy: time_prefix_cache(parse_policy(policy), steps) for policy in policies}
+    for policy, rows in sharing.items():
+        for name, row in rows.items():
+            print(f"{policy:10} {name:20}  " + "  ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
     simulator = {policy: time_simulator(parse_policy(policy), num_requests) for policy in policies}
     for policy, row in simulator.items():
         print(f"{policy:10} simulated  " + "  ".join(f"{k} {v:.0f}" for k, v in row.items()), flush=True)
     memory = {str(count): peak_bytes(count) for count in (100, 200, 400)}
     print("bytes at peak by requests, the same number in flight: ", memory)
-    figures = {"steps": step_rows, "simulator": simulator, "peak_bytes": memory}
+    figures = {
+        "steps": step_rows,
+        "prefix_cache": sharing,
+        "index_bytes_per_page": index_bytes() / PAGES,
+        "simulator": simulator,
+        "peak_bytes": memory,
+    }
     print(json.dumps(record.write(output, figures)))
 
 

@@ -335,6 +335,7 @@ def _facts(arrival: RequestArrived, request: RequestFinished | None, ruler: _Rul
         "output_tokens": request.output_tokens,
         "finish_reason": request.finish_reason,
         "preemptions": request.preemptions,
+        "cached_tokens": request.cached_tokens,
     }
 
 

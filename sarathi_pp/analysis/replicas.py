@@ -28,6 +28,7 @@ from sarathi_pp.trace.latency import latency_spreads
 
 # Keys of a report that are combined by sum, mean and maximum, and keys that are listed for each replica.
 _COUNTS = ("microbatches", "requests", "completed", "failed", "prompt_tokens", "output_tokens", "preemptions")
+_CACHE_COUNTS = ("prompt_tokens", "cached_tokens", "resumed_tokens", "computed_prompt_tokens", "evictions")
 _MEANS = ("bubble_ratio_steady", "overlap", "cost_error", "microbatch_time_cv", "microbatch_tokens_cv")
 _LARGEST = ("clock_uncertainty_s", "closing_error")
 _OF_EACH = (
@@ -85,7 +86,6 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
     wall_s = window[1] - window[0]
     reports = [replica.report for replica in replicas]
     total = {name: sum(report[name] for report in reports) for name in _COUNTS}
-    chunks = sum((report["chunk_throughput"] or 0.0) * report["wall_s"] for report in reports)
     stages = [stage for replica in replicas for stage in _stages(replica, window)]
     return {
         **reports[0],
@@ -95,7 +95,8 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
         "wall_s": wall_s,
         "total_tokens_per_s": _rate(total["prompt_tokens"] + total["output_tokens"], wall_s),
         "output_tokens_per_s": _rate(total["output_tokens"], wall_s),
-        "chunk_throughput": _rate(chunks, wall_s),
+        "computed_tokens_per_s": _rate(_over_windows(reports, "computed_tokens_per_s"), wall_s),
+        "chunk_throughput": _rate(_over_windows(reports, "chunk_throughput"), wall_s),
         "bubble_ratio": _mean(stage["bubble_ratio"] for stage in stages),
         **{name: _mean(report[name] for report in reports) for name in _MEANS},
         **{name: max(report[name] for report in reports) for name in _LARGEST},
@@ -105,6 +106,7 @@ def summarise_replicas(replicas: Sequence[Replica]) -> Report:
         "request_bubble_s": percentiles(chain.from_iterable(r.bubbles.request_bubble_s.values() for r in replicas)),
         **_latencies(replicas),
         "kv": _kv([report["kv"] for report in reports]),
+        "prefix_cache": _prefix_cache([report["prefix_cache"] for report in reports]),
         **whole_run([(replica.timeline, replica.offset_s) for replica in replicas]),
         "notes": [
             *(f"replica {one.index}: {note}" for one in replicas for note in one.report["notes"]),
@@ -151,6 +153,27 @@ def _kv(kinds: Sequence[Report]) -> Report:
         "peak_used": max(kv["peak_used"] for kv in kinds),
         **{name: _mean(kv[name] for kv in kinds) for name in ("mean_used", "fragmentation")},
     }
+
+
+def _prefix_cache(of_each: Sequence[Report | None]) -> Report | None:
+    """Return the figures of the prefix caches of all replicas. Each replica has its own, in the same mode."""
+    caches = [one for one in of_each if one is not None]
+    if not caches:
+        return None
+    total = {name: sum(one[name] for one in caches) for name in _CACHE_COUNTS}
+    saved_s = [one["saved_compute_s"] for one in caches]
+    return {
+        **caches[0],
+        **total,
+        "hit_rate": total["cached_tokens"] / total["prompt_tokens"] if total["prompt_tokens"] else None,
+        "idle_pages_most": max(one["idle_pages_most"] for one in caches),
+        "saved_compute_s": None if None in saved_s else sum(saved_s),
+    }
+
+
+def _over_windows(reports: Iterable[Report], name: str) -> float:
+    """Return a count over all replicas, from its rate in the window of each."""
+    return float(sum((report[name] or 0.0) * report["wall_s"] for report in reports))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,7 +1,8 @@
 """The report of one run as a JSON document, report.json. It is computed from the traces alone.
 
 Figures that do not exist (no result, no steady window, no second token) are null. Throughput counts the tokens of
-completed requests over the run window. Loading and reporting are outside it.
+completed requests over the run window. Loading and reporting are outside it. Prompt tokens count whether they were
+computed or found in the prefix cache. `computed_tokens_per_s` counts the tokens of microbatches instead.
 
 Traces have a largest size. If one was cut there, every figure is about the first part of the run, up to the cut.
 `whole_run` then holds the counts and rates of the whole run.
@@ -21,7 +22,7 @@ from sarathi_pp.analysis.links import links_of
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.errors import InputError
-from sarathi_pp.trace.events import Event
+from sarathi_pp.trace.events import Event, RequestFinished
 from sarathi_pp.trace.latency import Spread, latency_spreads
 from sarathi_pp.trace.recorder import read_trace
 
@@ -110,6 +111,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None
         **{name: asdict(spread) for name, spread in latency_spreads(timeline.finished).items()},
         **_variation(timeline, bubbles),
         "kv": _kv(timeline),
+        "prefix_cache": _prefix_cache(timeline, fitted.model if fitted is not None else None),
         "preemptions": sum(request.preemptions for request in timeline.finished),
         "clock_uncertainty_s": max(_clock_uncertainty(stage) for stage in timeline.stages),
         "closing_error": max(stage.closing_error for stage in bubbles.stages),
@@ -119,11 +121,12 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None
 
 
 def _throughput(timeline: Timeline, wall_s: float) -> Report:
-    completed = [request for request in timeline.finished if request.finish_reason != "error"]
+    completed = _completed(timeline)
     failed = len(timeline.finished) - len(completed) + timeline.rows_refused
     prompt_tokens = sum(request.prompt_tokens for request in completed)
     output_tokens = sum(request.output_tokens for request in completed)
     chunks = sum(event.num_chunks for event in timeline.issued[: timeline.num_returned])
+    computed = sum(sum(_of_returned(timeline, name)) for name in ("prefill_tokens", "decodes"))
     return {
         "requests": len(timeline.arrived) + timeline.rows_refused,
         "completed": len(completed),
@@ -132,7 +135,43 @@ def _throughput(timeline: Timeline, wall_s: float) -> Report:
         "output_tokens": output_tokens,
         "total_tokens_per_s": _per_second(prompt_tokens + output_tokens, wall_s),
         "output_tokens_per_s": _per_second(output_tokens, wall_s),
+        "computed_tokens_per_s": _per_second(computed, wall_s),
         "chunk_throughput": _per_second(chunks, wall_s),
+    }
+
+
+def _completed(timeline: Timeline) -> list[RequestFinished]:
+    return [request for request in timeline.finished if request.finish_reason != "error"]
+
+
+def _of_returned(timeline: Timeline, name: str) -> Sequence[int]:
+    """Return the values of a field of Issued, of the microbatches whose result is back."""
+    values: Sequence[int] = timeline.issued.column(name)[: timeline.num_returned]
+    return values
+
+
+def _prefix_cache(timeline: Timeline, cost: CostModel | None) -> Report | None:
+    """Return the figures of the prefix cache; None if the run had none.
+
+    Requests that got no output without computing anything have not looked for pages.
+    """
+    mode = timeline.stages[0].start.prefix_cache
+    if mode == "off":
+        return None
+    started = [request for request in _completed(timeline) if request.first_issue_s is not None]
+    prompt_tokens = sum(request.prompt_tokens for request in started)
+    cached_tokens = sum(request.cached_tokens for request in started)
+    saved_s = None if cost is None else sum(cost.prefix_seconds(request.cached_tokens) for request in started)
+    return {
+        "mode": mode,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": cached_tokens,
+        "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else None,
+        "resumed_tokens": sum(_of_returned(timeline, "resumed_tokens")),
+        "computed_prompt_tokens": sum(_of_returned(timeline, "prefill_tokens")),
+        "evictions": sum(_of_returned(timeline, "evictions")),
+        "idle_pages_most": max(_of_returned(timeline, "idle_pages"), default=0),
+        "saved_compute_s": saved_s,
     }
 
 

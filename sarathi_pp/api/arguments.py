@@ -15,7 +15,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 
-from sarathi_pp.config import ALIASES, ATTENTIONS, DEVICES, DTYPES, HEADS, TRANSPORTS, RunConfig, names_of, option_of
+from sarathi_pp.config import (
+    ALIASES,
+    ATTENTIONS,
+    DEVICES,
+    DTYPES,
+    HEADS,
+    ORDERS,
+    PREFIX_CACHES,
+    TRANSPORTS,
+    RunConfig,
+    names_of,
+    option_of,
+)
 from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.errors import ConfigError, OptionError, SarathiError
 from sarathi_pp.given_values import did_you_mean
@@ -40,7 +52,7 @@ _OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the model. Choose it with dtype"),
     "cpu_offload_gb": ((0,), "weights stay on the device. Use more stages"),
     "swap_space": ((0,), "requests that do not fit into memory are computed again, not swapped"),
-    "enable_prefix_caching": ((False,), _NOT_YET),
+    "enable_prefix_caching": ((True,), "write prefix_cache='off' instead. By default requests share pages"),
     "enable_chunked_prefill": ((True,), "the policy decides whether prompts are cut. Choose one with policy"),
     "enable_lora": ((False,), _NOT_YET),
     "speculative_config": ((), _NOT_YET),
@@ -64,8 +76,10 @@ _CHOICES = {
     "head": HEADS,
     "transport": TRANSPORTS,
     "attention": ATTENTIONS,
+    "order": ORDERS,
     "policy": tuple(POLICIES),
     "layer_split": ("even",),
+    "prefix_cache": PREFIX_CACHES,
 }
 _FLAGS = ("debug_nan", "enforce_eager", "ignore_eos", "include_stop_str_in_output")
 _FIELDS = {option_of(one.name): one.name for kind in (RunConfig, SamplingParams) for one in fields(kind)}

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from sarathi_pp.api.outputs import CompletionOutput, RequestOutput
-from sarathi_pp.core.plan import TokenLogprobs
 from sarathi_pp.core.request import Completion
 from sarathi_pp.errors import RowError
 from sarathi_pp.inputs.parse import ParsedLine
@@ -61,8 +60,7 @@ class Answers:
         if choices := self._collector.add(ended):
             error = row_error(choices)
             outputs = () if error is not None else tuple(map(self._output, choices))
-            found = choices[0].completion.prompt_logprobs if choices[0].completion is not None else None
-            self._put(choices[0].row, outputs, error, None if found is None else tuple(found.by_token()))
+            self._put(choices[0], outputs, error)
         self.num_ended += 1
 
     def _output(self, ended: EndedRequest) -> CompletionOutput:
@@ -72,19 +70,18 @@ class Answers:
         parts = (None, None, ()) if message is None else (message.content, message.reasoning, message.tool_calls)
         return CompletionOutput(text, one.token_ids, one.finish_reason, one.logprobs, *parts, metrics)
 
-    def _put(
-        self,
-        row: Row,
-        outputs: tuple[CompletionOutput, ...],
-        error: RowError | None,
-        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None,
-    ) -> None:
+    def _put(self, first: EndedRequest, outputs: tuple[CompletionOutput, ...], error: RowError | None) -> None:
+        row, one = first.row, first.completion
+        of_prompt = one.prompt_logprobs if one is not None else None
+        prompt_logprobs = None if of_prompt is None else tuple(of_prompt.by_token())
+        cached = one.cached_tokens if one is not None and error is None else None
         index = row.line - self._first_line
         metrics = outputs[0].metrics if outputs else {}
         token_ids = tuple(row.request.prompt_token_ids) if row.request else ()
         prompt = self._lines[index].prompt
         number = str(row.line - 1)
-        self._queue.put(RequestOutput(prompt, token_ids, outputs, error, dict(metrics), index, number, prompt_logprobs))
+        facts = (dict(metrics), index, number, prompt_logprobs, cached)
+        self._queue.put(RequestOutput(prompt, token_ids, outputs, error, *facts))
 
     def until_end(self, call: Call[None]) -> Iterator[RequestOutput]:
         """Yield each answer when it is complete, until the call has ended."""

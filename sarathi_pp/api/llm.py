@@ -407,12 +407,15 @@ class LLM:
             rows: list[Row] = []
             for line, each in zip(lines, params, strict=True):
                 self._check_going_on(call)
-                rows += self._row(self._answering.maker, line, each).choices()
+                rows.append(self._row(self._answering.maker, line, each))
             answers.start(rows)
+            order = self._rank.prefix_order()
+            arranged = rows if order is None else order.arranged(rows)
+            source = MemorySource([choice for row in arranged for choice in row.choices()])
             with self._terminal.calling(len(lines), shown=shown):
                 driver = self._answering.driver
                 driver.report_progress()
-                driver.run(MemorySource(rows), answers, _Calling(self, call))
+                driver.run(source, answers, _Calling(self, call))
         finally:
             self._num_ended += answers.num_ended
             answers.close()

@@ -22,7 +22,8 @@ class CompletionOutput:
             parameters ask for them.
         content, reasoning, tool_calls: parts of the text of an answer to `chat`, if the tokenizer has a response
             template. Otherwise None and no calls.
-        metrics: latencies of this output in seconds, by name, such as `ttft_s`. None for times that do not exist.
+        metrics: latencies of this output in seconds, by name, such as `ttft_s`. None for times that do not exist. Also
+            `cached_tokens`, the number of prompt tokens that were found in the prefix cache.
     """
 
     text: str | None
@@ -49,6 +50,8 @@ class RequestOutput:
         request_id: number of the request since the LLM was made, as text.
         prompt_logprobs: log probability of each prompt token from `logprobs_from` on, and the likeliest tokens with
             theirs. Token 0 has None. None unless the sampling parameters ask for them.
+        num_cached_tokens: number of prompt tokens that the first output found in the prefix cache. None if the prompt
+            cannot run, or if an output failed.
     """
 
     prompt: str | None
@@ -59,3 +62,4 @@ class RequestOutput:
     index: int = 0
     request_id: str = ""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int | None = None

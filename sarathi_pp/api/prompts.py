@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypedDict, cast
+from dataclasses import replace
+from typing import NoReturn, NotRequired, TypedDict, cast
 
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.inputs.chat.options import read_chat_options
-from sarathi_pp.inputs.parse import ParsedLine
+from sarathi_pp.inputs.line_keys import MOST_SALT
+from sarathi_pp.inputs.parse import ParsedLine, is_salt
 from sarathi_pp.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -30,7 +34,6 @@ _OTHERS = {
     "mm_processor_kwargs": "models read text only",
     "multi_modal_uuids": "models read text only",
     "prompt_embeds": "a prompt is text or token ids",
-    "cache_salt": "requests share no cached prompts",
 }
 
 
@@ -85,7 +88,7 @@ def params_of_each(
 
 def _prompt_line(prompt: object) -> ParsedLine:
     if isinstance(prompt, Mapping):
-        return _prompt_line(_content(prompt))
+        return replace(_prompt_line(_content(prompt)), cache_salt=_salt(prompt.get("cache_salt")))
     if isinstance(prompt, str):
         return ParsedLine(0, None, "own", prompt=prompt)
     try:
@@ -96,7 +99,7 @@ def _prompt_line(prompt: object) -> ParsedLine:
 
 def _content(prompt: Mapping[str, object]) -> object:
     """Return the text or the token ids that the dictionary of a prompt holds."""
-    given = {key: value for key, value in prompt.items() if value is not None}
+    given = {key: value for key, value in prompt.items() if value is not None and key != "cache_salt"}
     for key in given:
         if key in _OTHERS:
             raise ConfigError(f"a prompt has {key!r}, which is not supported: {_OTHERS[key]}. Remove it")
@@ -109,6 +112,14 @@ def _content(prompt: Mapping[str, object]) -> object:
     if isinstance(content, str) != ("prompt" in given) or isinstance(content, Mapping):
         _refuse(prompt)
     return content
+
+
+def _salt(value: object) -> str:
+    if value is None:
+        return ""
+    if not is_salt(value):
+        raise ConfigError(f"a prompt has the cache_salt {value!r:.60}. Give a text of 1 to {MOST_SALT} characters")
+    return str(value)
 
 
 def _refuse(prompt: object) -> NoReturn:

@@ -6,26 +6,27 @@ The document also has the floor: the least time in which this machine can do the
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from sarathi_pp.bench.contest import Entrant, OurRun, PeerRun, Run, Work, hold
 from sarathi_pp.bench.contest_report import contest_document
-from sarathi_pp.bench.floor import Floor
+from sarathi_pp.bench.floor import Floor, shared_tokens
 from sarathi_pp.bench.machine import MachineRates, measure_rates, wait_until_quiet
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.bench.workload_file import read_workload
 from sarathi_pp.core.cost.estimate import DeviceSpeed
 from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.run.auto_options import estimated_cost
-from sarathi_pp.sim.workload import Workload
 
 Document = dict[str, Any]
 
@@ -43,6 +44,7 @@ class Setting:
     peers_dir: Path
     rounds: int
     max_num_seqs: int
+    prefix_caches: tuple[str, ...]
     dtype: str
     profile: Path | None
     layer_split: tuple[int, ...] | Literal["even"] | None
@@ -76,7 +78,8 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
         wait_until_quiet()
     with activity.phase("measuring the machine's rates"):
         rates = measure_rates(dtypes.weights)
-    floor = _floor(directory, facts, workload, rates, dtypes.weights)
+    requests = list(workload.requests(vocabulary=facts.vocab_size))
+    floor = _floor(directory, facts, requests, rates, dtypes.weights)
     told = {
         "model": setting.model,
         "workload": workload.spec,
@@ -89,7 +92,6 @@ def compete(setting: Setting, activity: Activity) -> Iterator[tuple[Run, Documen
     }
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="sarathi-pp-bench-") as scratch:
-        requests = list(workload.requests(vocabulary=facts.vocab_size))
         work = Work(directory, dtypes.weights, requests, setting.max_num_seqs, Path(scratch))
         for run in hold(work, entrants, setting.rounds, activity):
             runs.append(run)
@@ -112,21 +114,25 @@ def _entrants(setting: Setting) -> Iterator[Entrant]:
     if setting.kv_cache_memory is not None:
         given += ["--kv-cache-memory", str(setting.kv_cache_memory)]
     policies = [parse_policy(text) for text in setting.policies]
-    for stages in setting.stages:
-        for policy in policies:
-            for size in (setting.chunk_sizes or (None,)) if policy.kind.uses_chunk_size else (None,):
-                sized = ["--chunk-size", str(size)] if size is not None else []
-                label = f"{policy}{f' {size}' if size else ''}, {stages} stage{'s' * (stages > 1)}"
-                yield OurRun(label, ("--stages", str(stages), "--policy", str(policy), *sized, *given))
+    for stages, policy, mode in product(setting.stages, policies, setting.prefix_caches):
+        for size in (setting.chunk_sizes or (None,)) if policy.kind.uses_chunk_size else (None,):
+            sized = ["--chunk-size", str(size)] if size is not None else []
+            label = f"{policy}{f' {size}' if size else ''}, {stages} stage{'s' * (stages > 1)}"
+            if mode != "auto":
+                label += f", prefix cache {mode}"
+            schedule = ["--stages", str(stages), "--policy", str(policy), "--prefix-cache", mode]
+            yield OurRun(label, (*schedule, *sized, *given))
     for text in setting.peers:
         choice = parse_peer(text)
         choice.python(setting.peers_dir)
         yield PeerRun(choice, setting.peers_dir)
 
 
-def _floor(directory: Path, facts: ModelFacts, workload: Workload, rates: MachineRates, weights: str) -> Floor:
+def _floor(directory: Path, facts: ModelFacts, requests: Sequence[Request], rates: MachineRates, weights: str) -> Floor:
     """Return the floor at the best rates. Keys and values count as if they had the type of the weights."""
     speed = DeviceSpeed(dict.fromkeys((2, 4), rates.flops), rates.bytes_per_s, tile=1, layer_s=0.0, attention_share=1.0)
     whole, dtypes = [(0, facts.num_layers)], Dtypes(weights, weights)
     cost = estimated_cost(directory, facts, whole, dtypes=dtypes, device="cpu", page_size=1, speed=speed)
-    return Floor.of(cost, workload.lengths())
+    prompts = [request.prompt_token_ids for request in requests]
+    lengths = [(len(request.prompt_token_ids), request.sampling.max_new_tokens) for request in requests]
+    return Floor.of(cost, lengths, shared_tokens(prompts))

@@ -61,6 +61,7 @@ _CONTEST = OptionGroup(
         SCHEDULE.option("--policy", "policies", multiple=True, default=("balanced",)),
         SCHEDULE.option("--chunk-size", "chunk_sizes", multiple=True, default=()),
         SCHEDULE.option("--max-num-seqs", default=32, show_default=True),
+        SCHEDULE.option("--prefix-cache", "prefix_caches", multiple=True, default=("auto",), show_default=True),
     ],
 )
 @click.pass_context

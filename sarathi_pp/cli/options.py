@@ -16,6 +16,8 @@ from sarathi_pp.config import (
     DEVICES,
     DTYPES,
     HEADS,
+    ORDERS,
+    PREFIX_CACHES,
     TRANSPORTS,
     RunConfig,
     option_of,
@@ -67,6 +69,19 @@ RUN = OptionGroup(
         type=float,
         default=float("inf"),
         help="Requests per second that arrive, as a Poisson process.",
+    ),
+    Option(
+        "--order",
+        type=click.Choice(ORDERS),
+        default="auto",
+        help="prefix: prompts with equal beginnings follow each other.",
+    ),
+    Option(
+        "--order-window",
+        type=Count(),
+        metavar="ROWS",
+        show_default="2048",
+        help="Most rows of a file that the order prefix reads ahead.",
     ),
     Option("--seed", type=int, default=0, help="Seed of all sampling. A request draws from this and its id."),
     Option(
@@ -204,6 +219,12 @@ SCHEDULE = OptionGroup(
         default="auto",
         show_default="auto, the stages or one more",
         help="Most microbatches at once in a pipeline.",
+    ),
+    Option(
+        "--prefix-cache",
+        type=click.Choice(PREFIX_CACHES),
+        default="auto",
+        help="KV pages that requests with equal beginnings share.",
     ),
     Option(
         "--tbt-slo",

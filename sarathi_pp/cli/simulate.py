@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench.workload_file import read_workload
@@ -17,6 +19,7 @@ from sarathi_pp.cli.values import Real
 from sarathi_pp.core.policy import PolicySpec, parse_policy
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.process.activity import Activity
+from sarathi_pp.report import formats
 from sarathi_pp.report.policies import render_policies, runs_document
 from sarathi_pp.report.status import StatusLine
 from sarathi_pp.sim.experiment import Experiment, report_of
@@ -69,6 +72,7 @@ _SIMULATION = OptionGroup(
         SCHEDULE.option("--chunk-size", "chunk_sizes", multiple=True, default=(), show_default="auto, by the policy"),
         SCHEDULE.option("--max-num-seqs", show_default="the profile's"),
         *SCHEDULE.options("--inflight"),
+        SCHEDULE.option("--prefix-cache", show_default="all if the workload shares prefixes, else off"),
         SCHEDULE.option("--tbt-slo", help="Also find the highest request rate that keeps this bound (seconds)."),
     ],
 )
@@ -98,6 +102,7 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
             slow=slow,
             seed=options["seed"],
             head=options["head"],
+            prefix_cache=options["prefix_cache"],
         )
         for policy in map(parse_policy, policies)
         for chunk_size in chunk_sizes or (None,)
@@ -112,7 +117,17 @@ def simulate(policies: tuple[str, ...], chunk_sizes: tuple[int | None, ...], as_
     if as_json:
         click.echo(json.dumps(document))
     else:
-        Console().print(render_policies(document))
+        Console().print(render_policies(document), *prefix_cache_lines(document))
+
+
+def prefix_cache_lines(document: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield a line with the share of the prompt tokens that each run found; no line without a prefix cache."""
+    cached = [run for run in document["runs"] if run.get("prefix_cache") is not None]
+    rates = [formats.share(run["prefix_cache"]["hit_rate"]) for run in cached]
+    if cached:
+        each = (f"{run['policy']} {rate}" for run, rate in zip(cached, rates, strict=True))
+        found = rates[0] if len(set(rates)) == 1 else ", ".join(each)
+        yield Text(f"prompt tokens from the prefix cache: {found}", style="dim")
 
 
 def _bound(policy: PolicySpec, tbt_slo_s: float | None) -> PolicySpec:

@@ -8,7 +8,7 @@ about the owner of a page.
 
 A page may go to another sequence while chunks that still write it are in flight. Stages are first in, first out, so
 the old write happens before the new owner's first write reaches the same stage. The new owner writes each position
-before it reads it.
+before it reads it. For the same reason, sequences can share pages that are still to be written: see prefix_cache.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
+from typing import NamedTuple
 
 from sarathi_pp.core.cost.model import CostModel, Load, Row
 from sarathi_pp.core.cost.refiner import CostRefiner
 from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES
 from sarathi_pp.core.endings import EndRules, StopRule
 from sarathi_pp.core.head_placement import HeadPlacement
-from sarathi_pp.core.pages import PagePool
+from sarathi_pp.core.pages import MOST_SHARED_PAGES, KVUse, PagePool
 from sarathi_pp.core.plan import Chunk, ChunkLogprobs, IdleReason, MicroBatch, SampledToken, SamplingRow, StepResult
 from sarathi_pp.core.policy.view import Grant, Limits, Policy, View, class_name, max_tokens_of
+from sarathi_pp.core.prefix_cache import PrefixCache
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
@@ -37,6 +40,19 @@ _BY_ARRIVAL = operator.attrgetter("sequence.order")
 _new = tuple.__new__
 # Number of latest finished requests whose lengths policies see.
 _REMEMBERED = 256
+
+
+class _Startable(NamedTuple):
+    """The waiting sequences that may start now, by arrival.
+
+    Attributes:
+        waiting_tokens: see View.waiting_tokens.
+        lacks_pages: the next sequence could start too if there were pages for it.
+    """
+
+    sequences: tuple[Sequence, ...]
+    waiting_tokens: int
+    lacks_pages: bool = False
 
 
 def _never_stop(request: Request, token_id: int) -> bool:
@@ -67,10 +83,10 @@ class Coordinator:
         heads: HeadPlacement | None = None,
     ) -> None:
         self.limits = limits
-        self.pool = PagePool(limits.num_pages, limits.page_size)
         self.num_preemptions = 0
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
+        self.pool, self.prefixes = self._new_pages()
         # The buffers for messages between stages have this size. It is from the limits at the start: `shrink` makes
         # microbatches smaller, never larger.
         self._most_tokens = max_tokens_of(policy, limits)
@@ -95,6 +111,7 @@ class Coordinator:
         self._freed: list[int] = []
         self._next_index = 0
         self._num_submitted = 0
+        self._counted = (0, 0, 0)  # the counts of the prefix cache that earlier calls of `take_kv_use` have returned
 
     @property
     def num_waiting(self) -> int:
@@ -127,6 +144,17 @@ class Coordinator:
         """Number of tokens stored in the KV pages that are in use."""
         return self._held_tokens
 
+    def take_kv_use(self) -> KVUse:
+        """Return the use of the KV pages now. Call it once per microbatch, right after it was issued.
+
+        The counts of the prefix cache are those since the call before.
+        """
+        pool, prefixes = self.pool, self.prefixes
+        counts = (prefixes.cached_tokens, prefixes.resumed_tokens, pool.evictions)
+        cached, resumed, evictions = map(operator.sub, counts, self._counted)
+        self._counted = counts
+        return KVUse(pool.num_pages - pool.num_free, self._held_tokens, pool.num_idle, cached, resumed, evictions)
+
     def submit(self, request: Request) -> Completion | None:
         """Queue a request. Return its completion at once if it gets no output, otherwise None.
 
@@ -138,7 +166,9 @@ class Coordinator:
         assert 0 < num_prompt <= self.max_prompt_tokens, (num_prompt, self.max_prompt_tokens)
         if self._ends.gets_no_output(request) and request.sampling.prompt_logprobs is None:
             return Completion(request, (), "length")
-        self._waiting.append(Sequence(request, self._num_submitted))
+        sequence = Sequence(request, self._num_submitted)
+        self.prefixes.digest(sequence)
+        self._waiting.append(sequence)
         self._num_submitted += 1
         self._waiting_tokens += num_prompt
         return None
@@ -186,10 +216,20 @@ class Coordinator:
         self._freed.extend(self._running)
         for queue in (self._waiting, self._running, self._prefills, self._decodes):
             queue.clear()
-        self.pool = PagePool(self.limits.num_pages, self.limits.page_size)
+        evictions, before = self.pool.evictions, self.prefixes
+        self.pool, self.prefixes = self._new_pages()
+        self.pool.evictions = evictions
+        self.prefixes.prompt_tokens, self.prefixes.cached_tokens = before.prompt_tokens, before.cached_tokens
+        self.prefixes.resumed_tokens = before.resumed_tokens
         self._waiting_tokens = self._held_tokens = self._num_past_prompt = self._tokens_past_prompt = 0
         if self._heads is not None:
             self._heads.restart(inflight)
+
+    def _new_pages(self) -> tuple[PagePool, PrefixCache]:
+        limits = self.limits
+        pool = PagePool(limits.num_pages, limits.page_size, limits.most_idle_pages)
+        holds = self._policy.holds_sequences
+        return pool, PrefixCache(pool, limits.prefix_cache, limits.longrope_after, holds=holds)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -230,26 +270,26 @@ class Coordinator:
         If sequences were preempted and no chunk was made, ask the policy again.
         """
         while True:
-            admissible = self._admissible()
+            startable = self._startable()
             view = View(
                 prefills=tuple(self._prefills.values()),
-                waiting=admissible,
+                waiting=startable.sequences,
                 decodes=tuple(self._decodes.values()),
                 running=self._running_view,
                 limits=self.limits,
                 num_inflight=len(self._inflight),
                 slot=self._next_index % self.limits.num_stages,
                 free_tokens=self.pool.num_free * self.pool.page_size,
-                waiting_tokens=self._waiting_tokens,
+                waiting_tokens=startable.waiting_tokens,
                 num_past_prompt=self._num_past_prompt,
                 tokens_past_prompt=self._tokens_past_prompt,
                 finished=self._finished,
                 cost=self._cost.model if self._cost is not None else None,
             )
             preempted_before = self.num_preemptions
-            chunks = self._apply(self._policy.pick(view), admissible)
+            chunks = self._apply(self._policy.pick(view), startable.sequences)
             if chunks or self.num_preemptions == preempted_before:
-                self.idle_reason = self._why_idle(admissible)
+                self.idle_reason = self._why_idle(startable)
                 return chunks
 
     def complete(self, result: StepResult, head_s: float = 0.0) -> list[Completion]:
@@ -304,10 +344,14 @@ class Coordinator:
         if ending is not None:
             self._prefills.pop(sequence.index, None)  # scores of a prompt's tokens may fail before its last chunk
             self._leave(sequence)
-            self._finished.append((sequence.num_prompt, sequence.known - sequence.num_prompt))
+            if ending.error_code == "non_finite_logits":
+                self.prefixes.forget(self._running.values())  # its pages may be broken, and others may have found them
+            computed = sequence.num_prompt - sequence.num_cached
+            self._finished.append((computed, sequence.known - sequence.num_prompt))
             return ending.complete(sequence)
         if len(sequence.tokens) == self._longrope_after + 1:
             self._requeue(sequence)  # transformers' `generate` drops its cache at the same length
+            sequence.digests.clear()  # with the long factors, all its keys are others
         else:
             self._decodes[sequence.index] = sequence
         return None
@@ -315,34 +359,52 @@ class Coordinator:
     def _leave(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones and free its pages."""
         del self._running[sequence.index]
-        self._held_tokens -= sequence.issued
         if sequence.past_prompt:
             self._num_past_prompt -= 1
             self._tokens_past_prompt -= sequence.known
-        self.pool.give_back(sequence.pages)
+        # A page that is not full is never shared.
+        unfilled = -sequence.issued % self.pool.page_size
+        self._held_tokens -= self.pool.give_back(sequence.pages) * self.pool.page_size - unfilled
+        self.prefixes.leave(sequence)
         self._freed.append(sequence.index)
 
-    def _admissible(self) -> tuple[Sequence, ...]:
+    def _startable(self) -> _Startable:
         """Return the first waiting sequences that may start now.
 
         Each needs a seat (room for a running sequence) and free pages for all its known tokens. Pages that running
         prefills will still take do not count as free. Otherwise two prompts, each with a part of its pages, could wait
-        for each other's pages. All rules together must fit into a message, and those of one request always do.
+        for each other's pages. All rules together must fit into a message, and so must the shared pages. Those of one
+        request always do. A sequence may have to wait for one that is about to compute its next page. Later ones can
+        then start before it.
         """
-        pool, page_size = self.pool, self.pool.page_size
+        pool, page_size, prefixes = self.pool, self.pool.page_size, self.prefixes
         free = pool.num_free - sum(pool.pages_for(s.known) - len(s.pages) for s in self._prefills.values())
         seats = self.limits.max_num_seqs - len(self._running)
-        admissible: list[Sequence] = []
-        rules_left = MOST_MICROBATCH_BYTES
-        for sequence in self._waiting:
-            free -= -(-len(sequence.tokens) // page_size)
-            rules_left -= len(sequence.rules)
-            if len(admissible) >= seats or free < 0 or rules_left < 0:
+        startable: list[Sequence] = []
+        rules_left, shared_left = MOST_MICROBATCH_BYTES, MOST_SHARED_PAGES
+        tokens, unseen = 0, self._waiting_tokens  # to compute, and known ones of sequences that are not looked at
+        next_pages: set[bytes] = set()
+        find = prefixes.find if prefixes.mode != "off" else None
+        # Held sequences are skipped. The limit bounds the time of a step in which most are held.
+        for sequence in islice(self._waiting, 2 * self.limits.max_num_seqs):
+            if len(startable) >= seats:
                 break
-            admissible.append(sequence)
-        return tuple(admissible)
+            if find is not None:
+                unseen -= len(sequence.tokens)
+                if find(sequence, next_pages):
+                    continue
+                tokens += sequence.remaining
+                shared_left -= len(sequence.found)
+                free += pool.num_held(sequence.found)
+            free -= -(-len(sequence.tokens) // page_size)
+            if sequence.rules:
+                rules_left -= sequence.most_rules_bytes
+            if free < 0 or rules_left < 0 or shared_left < 0:
+                return _Startable(tuple(startable), tokens + prefixes.to_compute(unseen), lacks_pages=free < 0)
+            startable.append(sequence)
+        return _Startable(tuple(startable), tokens + prefixes.to_compute(unseen))
 
-    def _apply(self, grants: list[Grant], admissible: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
+    def _apply(self, grants: list[Grant], startable: tuple[Sequence, ...]) -> tuple[Chunk, ...]:
         """Turn grants into chunks, prefill chunks before decodes. The oldest request gets its pages first.
 
         If a request is preempted here, no waiting request starts in this microbatch. The pages that became free are for
@@ -356,16 +418,16 @@ class Coordinator:
         prefills: list[Chunk] = []
         decodes: list[Chunk] = []
         before: Sequence | None = None
-        # Identity shows which sequences were admitted. Indexes do not: requests of a lost replica are submitted again,
+        # Identity shows which sequences may start. Indexes do not: requests of a lost replica are submitted again,
         # after requests with larger indexes.
-        admitted = set(map(id, admissible))
+        may_start = set(map(id, startable))
         for sequence, num_tokens, overlap in self._by_arrival(grants):
             if sequence is before:
                 raise self._broken(f"granted tokens of {sequence} twice; a sequence has one grant per microbatch")
-            is_running = running.get(sequence.index) is sequence
-            if not is_running and self.num_preemptions > preempted_before:
+            begins = running.get(sequence.index) is not sequence
+            if begins and self.num_preemptions > preempted_before:
                 continue
-            if not is_running and id(sequence) not in admitted:
+            if begins and id(sequence) not in may_start:
                 raise self._broken(f"granted tokens of {sequence}; it may grant only sequences of its view")
             assert isinstance(sequence, Sequence)
             before = sequence
@@ -380,16 +442,52 @@ class Coordinator:
                 )
             new_pages: tuple[int, ...] = ()
             if issued + num_tokens > len(sequence.pages) * page_size:
-                if not self._make_room(sequence, issued + num_tokens):
+                given = self._give_pages(sequence, issued + num_tokens, begins=begins)
+                if given is None:
                     continue
-                new_pages = self._take_pages(sequence, issued + num_tokens)
-            if issued == known - 1 and issued >= sequence.num_prompt:
+                new_pages = given
+            # The first chunk of a sequence is no decode, even if only one token is left to compute.
+            if issued == known - 1 and issued >= sequence.num_prompt and not begins:
                 if overlap:
                     raise self._broken(f"granted a decode of {sequence} an overlap of {overlap}; a decode is one token")
                 decodes.append(self._issue_decode(sequence, new_pages))
             else:
                 prefills.append(self._issue_chunk(sequence, num_tokens, overlap, new_pages))
         return (*prefills, *decodes)
+
+    def _give_pages(self, sequence: Sequence, end: int, *, begins: bool) -> tuple[int, ...] | None:
+        """Return the pages that a sequence gets for its first `end` tokens. Return None if there are not enough.
+
+        Args:
+            begins: it waits. If there are enough pages, it begins, with the pages that it has found and new ones.
+        """
+        if not begins:
+            return self._take_pages(sequence, end) if self._make_room(sequence, end) else None
+        if self.prefixes.has_lost(sequence) or not self._begin(sequence, end):
+            return None  # the policy is asked again for the next microbatch
+        self._take_pages(sequence, end)
+        return tuple(sequence.pages)
+
+    def _begin(self, sequence: Sequence, end: int) -> bool:
+        """Move a waiting sequence to the running ones, with the pages that it has found.
+
+        Other sequences are never preempted for it.
+
+        Returns:
+            Whether there are enough pages for its first `end` tokens.
+        """
+        pool = self.pool
+        if pool.num_free < pool.pages_for(end) - pool.num_held(sequence.found):
+            return False
+        sequence.start()
+        self._waiting.remove(sequence)
+        self._waiting_tokens -= sequence.known
+        self._running[sequence.index] = sequence
+        self._held_tokens += self.prefixes.begin(sequence)
+        if sequence.past_prompt:
+            self._num_past_prompt += 1
+            self._tokens_past_prompt += sequence.known
+        return True
 
     def _by_arrival(self, grants: list[Grant]) -> list[Grant]:
         try:
@@ -405,13 +503,11 @@ class Coordinator:
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Preempt the newest requests until there are pages for the sequence's first `end` tokens. Return success.
 
-        A request that is not running yet preempts no other. A running request gives up its own pages if none is newer.
-        So the oldest request always continues, and no request waits for itself.
+        A request gives up its own pages if none is newer. So the oldest request always continues, and no request waits
+        for itself.
         """
         need = -(-end // self.pool.page_size) - len(sequence.pages)
         while self.pool.num_free < need:
-            if sequence.index not in self._running:
-                return False
             victim = max(self._running.values(), key=lambda running: running.order)
             self._preempt(victim)
             if victim is sequence:
@@ -426,7 +522,7 @@ class Coordinator:
     def _requeue(self, sequence: Sequence) -> None:
         """Take the pages of a running sequence, and put it back into the queue, in order of arrival.
 
-        When it starts again, all its known tokens are computed again, like a prompt.
+        When it starts again, its known tokens are computed again, like a prompt, as far as their pages are not found.
         """
         self._prefills.pop(sequence.index, None)
         self._decodes.pop(sequence.index, None)
@@ -441,6 +537,8 @@ class Coordinator:
         index, start = sequence.index, sequence.issued
         sequence.issued = start + 1
         self._held_tokens += 1
+        if sequence.enters and sequence.issued % self.pool.page_size == 0:
+            self.prefixes.enter(sequence, decoded=True)
         # A preempted sequence may end its second prefill with this token.
         if self._decodes.pop(index, None) is None:
             self._prefills.pop(index, None)
@@ -457,12 +555,11 @@ class Coordinator:
 
     def _issue_chunk(self, sequence: Sequence, num_tokens: int, overlap: int, new_pages: tuple[int, ...]) -> Chunk:
         start, end, known = sequence.issued, sequence.issued + num_tokens, sequence.known
-        if start == 0:
-            sequence.start()
-            self._waiting.remove(sequence)
-            self._waiting_tokens -= known
-            self._running[sequence.index] = sequence
+        if overlap:  # a page in the index is not written again
+            overlap = min(overlap, start - sequence.num_entered * self.pool.page_size)
         sequence.issued = end
+        if sequence.enters:
+            self.prefixes.enter(sequence, decoded=False)
         self._held_tokens += num_tokens
         if start < sequence.num_prompt <= end:
             self._num_past_prompt += 1
@@ -480,15 +577,15 @@ class Coordinator:
             new_pages=new_pages,
             sampling=SamplingRow(known, *sequence.draw) if end == known else None,
             long_factors=known > self._longrope_after,
-            rules=sequence.rules if start == 0 else b"",
+            rules=sequence.first_rules() if start == sequence.num_found else b"",
             scored=sequence.scored(start, end),
         )
 
-    def _why_idle(self, admissible: tuple[Sequence, ...]) -> IdleReason:
+    def _why_idle(self, startable: _Startable) -> IdleReason:
         if not self._running and not self._waiting:
             return "no_arrivals"
-        if len(self._inflight) >= self.limits.num_stages and (self._decodes or self._prefills or admissible):
+        if len(self._inflight) >= self.limits.num_stages and (self._decodes or self._prefills or startable.sequences):
             return "held"
-        if self._waiting and not admissible and len(self._running) < self.limits.max_num_seqs:
+        if startable.lacks_pages and not startable.sequences:
             return "no_kv"
         return "tokens_in_flight"

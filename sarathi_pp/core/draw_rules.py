@@ -1,8 +1,8 @@
 """The rules that change a request's logits before a token is drawn, such as penalties and banned tokens.
 
 A stage that draws tokens needs them: the last stage, and the first one if it computes the LM head. They travel as bytes
-with the first chunk of a sequence, and again each time that the sequence is computed from its first token. A request
-without such rules has none of these objects.
+with the first chunk of a sequence, and again each time that the sequence is computed again. If that chunk does not
+start at the first token, the tokens before it travel with them. A request without such rules has none of these objects.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import enum
 import functools
 import json
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sarathi_pp.errors import ProtocolError
 
-# Most bytes of a request's rules in a message, and of the rules of one microbatch.
+# Most bytes of a request's rules in a message, and of the rules of one microbatch with the tokens that go with them.
 MOST_BYTES = 1 << 16
-MOST_MICROBATCH_BYTES = 1 << 17
+MOST_MICROBATCH_BYTES = 1 << 18
+TOKEN_BYTES = 4
 
 
 class Failure(enum.IntEnum):
@@ -111,6 +114,24 @@ class DrawRules:
 
 
 _DEFAULTS = {one.name: one.default for one in fields(DrawRules) if one.name != "num_prompt"}
+
+
+def first_bytes(rules: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the bytes that go with the first chunk of a sequence.
+
+    Args:
+        rules: those of the sequence, as bytes.
+        tokens: ids of its tokens before that chunk.
+    """
+    return b"".join((rules, b"\0", struct.pack(f"<{len(tokens)}i", *tokens))) if tokens else rules
+
+
+def split_first_bytes(text: bytes) -> tuple[DrawRules, tuple[int, ...]]:
+    """Return the rules and the tokens of `first_bytes`. Raises ProtocolError for any other bytes."""
+    rules, _, tokens = text.partition(b"\0")
+    if len(tokens) % TOKEN_BYTES:
+        raise ProtocolError(f"{len(tokens)} bytes are not the tokens before a chunk")
+    return DrawRules.from_bytes(rules), struct.unpack(f"<{len(tokens) // TOKEN_BYTES}i", tokens)
 
 
 def _is_legal(value: object, default: object) -> bool:

@@ -42,6 +42,7 @@ class Ending(NamedTuple):
             self.error_code,
             tuple(sequence.logprobs or ()) or None,  # emulated stages bring none
             sequence.prompt_logprobs if sequence.scored(0, sequence.num_prompt) is None else None,
+            sequence.num_cached,
         )
 
 

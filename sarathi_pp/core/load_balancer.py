@@ -3,11 +3,22 @@
 The work of a request is its prompt tokens plus the mean output tokens of ended requests, because its own output is not
 known yet. A replica holds a limited number of requests. Further requests wait until one has ended, and go to the
 replica that then has room. If all were given at the start, a slow replica would still run when the others are done.
+
+With the prefix cache, a request may also go to a replica that knows the beginning of its prompt. SGLang's router and
+Ray Serve choose in a similar way.
 """
 
 from __future__ import annotations
 
+from math import inf
+
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.core.request import MAX_WAITING_TOKENS, Request
+
+# A replica that knows the prompt may have this factor of the least work, and one chunk. It may also hold this factor of
+# the requests of others. Otherwise it would rarely get the request: while many wait, only the replica that has just
+# ended one has room.
+_KNOWN = 1.25
 
 
 def most_held(max_num_seqs: int) -> int:
@@ -38,13 +49,16 @@ class LoadBalancer:
     Replicas are numbered from 0.
 
     Args:
-        most: most requests that a replica may hold at once, waiting ones included.
+        most: most requests that a replica may hold at once, waiting ones included. One that knows the prompt of a
+            request gets it although it holds a quarter more.
         most_tokens: number of prompt tokens at which a replica gets no further request.
+        routes: record of the replicas that know the beginnings of prompts. None: the prefix cache is off.
     """
 
-    def __init__(self, num_replicas: int, most: int, most_tokens: int) -> None:
+    def __init__(self, num_replicas: int, most: int, most_tokens: int, routes: PrefixRoutes | None = None) -> None:
         self._most = most
         self._most_tokens = most_tokens
+        self._routes = routes
         self._held: list[dict[int, Request]] = [{} for _ in range(num_replicas)]
         self._prompt_tokens = [0] * num_replicas
         self._lost = [False] * num_replicas
@@ -64,15 +78,22 @@ class LoadBalancer:
         return len(self._held[replica])
 
     def give(self, request: Request) -> int:
-        """Give a request to the replica with the least work. Return the index of that replica.
+        """Give a request to the replica with the least work, or to one that knows its prompt. Return its index.
 
         If several have equally little work, the first of them gets the request. The caller must check `room` before.
         """
         mean = self._output_tokens / self._ended if self._ended else 0.0
-        replica = min(
-            filter(self._has_room, self.present),
-            key=lambda replica: self._prompt_tokens[replica] + mean * len(self._held[replica]),
-        )
+        loads = {
+            replica: self._prompt_tokens[replica] + mean * len(self._held[replica])
+            for replica in self.present
+            if self._has_room(replica, _KNOWN)
+        }
+        replica = min(filter(self._has_room, loads), key=loads.__getitem__)
+        if self._routes is not None:
+            marks = self._routes.marks(request)
+            most = _KNOWN * loads[replica] + self._routes.slack
+            replica = next((known for known in self._routes.known(marks) if loads.get(known, inf) <= most), replica)
+            self._routes.add(marks, replica)
         self._held[replica][request.index] = request
         self._prompt_tokens[replica] += len(request.prompt_token_ids)
         return replica
@@ -104,6 +125,9 @@ class LoadBalancer:
         for held in self._held:
             held.clear()
         self._prompt_tokens = [0] * len(self._held)
+        if self._routes is not None:
+            self._routes.clear()
 
-    def _has_room(self, replica: int) -> bool:
-        return len(self._held[replica]) < self._most and self._prompt_tokens[replica] < self._most_tokens
+    def _has_room(self, replica: int, factor: float = 1.0) -> bool:
+        """Return whether a replica may take a request. It then holds at most `factor` times `most`, rounded up."""
+        return len(self._held[replica]) < factor * self._most and self._prompt_tokens[replica] < self._most_tokens

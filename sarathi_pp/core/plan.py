@@ -71,8 +71,9 @@ class Scored(NamedTuple):
 class Chunk(NamedTuple):
     """Consecutive tokens [start, start + num_tokens) of one sequence.
 
-    A chunk starts at the end of the sequence's earlier chunks. It starts before that end if tokens are computed again
-    (Grant.overlap). Such tokens get the same keys and values in the same places, and count like other tokens.
+    A chunk starts at the end of the sequence's earlier chunks, and the first one after the pages that were found. It
+    starts before that end if tokens are computed again (Grant.overlap). Such tokens get the same keys and values in the
+    same places, and count like other tokens.
 
     The fields up to `decode` are the schedule, which the text form shows. The others are data for the stages.
 

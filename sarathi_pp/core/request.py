@@ -33,6 +33,7 @@ class Request:
         paragraph_ends: for each paragraph of the prompt, the number of prompt tokens up to its end. Empty unless the
             policy needs it (`Policy.wants_paragraphs`).
         rules: rules that change the logits before a token is drawn; None if there are none.
+        cache_salt: requests with different salts share no KV pages.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Request:
     arrival_s: float = 0.0
     paragraph_ends: tuple[int, ...] = ()
     rules: DrawRules | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_token_ids, array):
@@ -60,6 +62,7 @@ class Completion:
             and this output fill the whole KV cache, so that the next token cannot be computed.
         logprobs: for each token, if the request wants them; otherwise None.
         prompt_logprobs: those of the prompt, if the request wants them; otherwise None.
+        cached_tokens: number of prompt tokens whose keys and values were there already.
     """
 
     request: Request
@@ -70,3 +73,4 @@ class Completion:
     error_code: ErrorCode | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0

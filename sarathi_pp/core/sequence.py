@@ -4,9 +4,11 @@
               0 ....... done ........ issued ......... known
               `- KV written -' `- in flight -' `- to be computed
 
+Pages that were found in the prefix cache count as written, although another sequence may still be writing them.
+
 `done <= issued <= known` always. If issued == known, the next token is in flight and nothing can be issued.
-After the prompt, issued == known - 1 whenever a token can be issued. The chunk of this one token is a decode.
-So the cursors show the phase (prefill or decode), and it is not stored.
+After the prompt, issued == known - 1 whenever a token can be issued. The chunk of this one token is a decode, unless
+the sequence starts with it. So the cursors show the phase (prefill or decode), and it is not stored.
 
 Several chunks of a sequence may be in flight at once. Stages compute microbatches in the order in which they come.
 So chunk k has written its keys and values (KV) on a stage before that stage computes chunk k+1.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from array import array
 
+from sarathi_pp.core.draw_rules import TOKEN_BYTES, first_bytes
 from sarathi_pp.core.plan import Scored, TokenLogprobs
 from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Request
@@ -34,9 +37,19 @@ class Sequence:
         rules: DrawRules as bytes; empty if the request has none.
         logprobs: those of the output tokens; None if the request does not want them.
         prompt_logprobs: those of the prompt tokens so far; None if the request does not want them.
-        epoch: number of times that it lost its pages so far. Its known tokens are then computed again.
+        epoch: number of times that it lost its pages so far. Its known tokens are then computed again, as far as their
+            pages are not found.
         num_preemptions: number of preemptions among them.
         pages: ids of its KV pages, in the order of its tokens. Empty while it waits.
+        digests: digests of its full pages, as far as they are known (pages.py). This and the following fields are the
+            prefix cache's (prefix_cache.py).
+        found: ids of the shared pages with which it can begin, or did begin. While it waits, `done` and `issued` are
+            the number of tokens of these pages.
+        entry: the entry of the last one of them, see PagePool.match.
+        num_entered: number of its pages that it has entered in the index or found there, from the first one on.
+        enters: it enters further pages when they are full.
+        num_found: number of tokens of these pages.
+        num_cached: number of prompt tokens that were found when it first began.
     """
 
     __slots__ = (
@@ -54,6 +67,13 @@ class Sequence:
         "epoch",
         "num_preemptions",
         "pages",
+        "digests",
+        "found",
+        "entry",
+        "num_entered",
+        "enters",
+        "num_found",
+        "num_cached",
     )
 
     def __init__(self, request: Request, order: int) -> None:
@@ -78,6 +98,13 @@ class Sequence:
         self.epoch = 0
         self.num_preemptions = 0
         self.pages: list[int] = []
+        self.digests: list[bytes] = []
+        self.found: list[int] = []
+        self.entry = 0
+        self.num_entered = 0
+        self.enters = False
+        self.num_found = 0
+        self.num_cached = 0
 
     @property
     def known(self) -> int:
@@ -90,12 +117,21 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Return whether the next grant is a decode."""
+        """Return whether the next grant is a decode, if it runs."""
         return self.issued == len(self.tokens) - 1 and self.issued >= self.num_prompt
 
     @property
     def paragraph_ends(self) -> tuple[int, ...]:
         return self.request.paragraph_ends
+
+    @property
+    def most_rules_bytes(self) -> int:
+        """Number of bytes of `first_rules` if it starts now. There are none without rules."""
+        return len(self.rules) + 1 + TOKEN_BYTES * self.issued
+
+    def first_rules(self) -> bytes:
+        """Return the rules for the first chunk, with the tokens before it; empty if the request has none."""
+        return first_bytes(self.rules, self.tokens[: self.done]) if self.rules else b""
 
     @property
     def past_prompt(self) -> bool:
@@ -127,6 +163,9 @@ class Sequence:
         self.done = self.issued = 0
         self.epoch += 1
         self.pages = []
+        self.found = []
+        self.entry = self.num_entered = self.num_found = 0
+        self.enters = False
 
     def __repr__(self) -> str:
         cursors = f"{self.done}<={self.issued}<={self.known}"

@@ -124,6 +124,7 @@ class Edges:
             max_seqs=run.max_num_seqs,
             page_size=run.page_size,
             num_stages=run.num_stages,
+            shares_pages=run.prefix_cache != "off",
         )
         forward = forward_edges(mesh)
         # A microbatch draws at most one token per sequence.

@@ -11,7 +11,7 @@ its own. They are equal, because each sees every microbatch.
 
 from __future__ import annotations
 
-from sarathi_pp.core.draw_rules import DrawRules
+from sarathi_pp.core.draw_rules import DrawRules, split_first_bytes
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.drawing.draw import Edits
 from sarathi_pp.drawing.grammar import GrammarThread
@@ -43,7 +43,9 @@ class Drawer:
         num_drawn = 0
         for chunk in microbatch.chunks:
             if chunk.rules:
-                histories[chunk.sequence] = self._history(DrawRules.from_bytes(chunk.rules))
+                rules, tokens = split_first_bytes(chunk.rules)
+                histories[chunk.sequence] = self._history(rules)
+                histories[chunk.sequence].extend(0, tokens)
             if histories and (history := histories.get(chunk.sequence)) is not None:
                 history.extend(chunk.start, chunk.token_ids)
                 if draws and chunk.sampling is not None:

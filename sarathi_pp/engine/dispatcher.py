@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.core.request_index import index_name
 from sarathi_pp.engine.dispatched_run import LOOK_S, REACTION_S, DispatchedRun, LocalSink, LocalSource
 from sarathi_pp.engine.engine import Engine
@@ -46,6 +47,7 @@ class Dispatcher:
         most: most requests that one replica may hold, running and waiting. See LoadBalancer.
         most_tokens: a replica that holds this number of prompt tokens gets no further request. See LoadBalancer.
         progress: adds up the progress of all replicas.
+        routes: see LoadBalancer.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Dispatcher:
         most_tokens: int,
         progress: ReplicaProgress,
         clock: Clock,
+        routes: PrefixRoutes | None = None,
     ) -> None:
         num_replicas = 1 + len(remotes)
-        self._ledger = RowLedger(num_replicas, most, most_tokens)
+        self._ledger = RowLedger(num_replicas, most, most_tokens, routes)
         self._replicas = RemoteReplicas(remotes, self._ledger, progress)
         self._clock = clock
         self._progress = progress

@@ -302,13 +302,11 @@ class Engine:
                 self._recorder.record(Starved(self._clock.now(), self._starved))
             return False
         self._starved = None
-        pool = self._coordinator.pool
-        pages_used, held = pool.num_pages - pool.num_free, self._coordinator.held_tokens
+        use = self._coordinator.take_kv_use()
         for chunk in microbatch.chunks:
             if chunk.decode:
                 break  # prompts come first
-            if chunk.start == 0:
-                self._live[chunk.sequence].times.issued(microbatch.issued_s)
+            self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
         num_sent = self._runner.num_sent
         try:
@@ -318,7 +316,7 @@ class Engine:
                 self._inflight.append(microbatch)
         # Record the microbatch after sending: if it was never sent, another one gets its index. The recorder's thread
         # makes the text of the schedule, because this takes longer with every sequence in the microbatch.
-        self._recorder.record(partial(Issued.of, microbatch, pages_used=pages_used, tokens_held=held))
+        self._recorder.record(partial(Issued.of, microbatch, use))
         return True
 
     def _collect(self, sink: Sink, timeout_s: float) -> None:
@@ -439,7 +437,8 @@ class Engine:
         self._requests_done += 1
         self._prompt_tokens += num_prompt
         self._output_tokens += num_output
-        sink.finish(live.row, completion, asdict(RequestLatency.of(finished)))
+        metrics = asdict(RequestLatency.of(finished)) | {"cached_tokens": completion.cached_tokens}
+        sink.finish(live.row, completion, metrics)
 
     def _error(self, completion: Completion) -> RowError:
         num_prompt, num_output = len(completion.request.prompt_token_ids), len(completion.token_ids)
@@ -487,6 +486,8 @@ class Engine:
                 stage_compute_s=self._stage_compute_s,
                 window_s=max(0.0, self._last_result_s - self._first_issue_s),
                 kv_fragmentation=self._kv_fragmentation(),
+                prefix_queried_tokens=self._coordinator.prefixes.prompt_tokens,
+                prefix_cached_tokens=self._coordinator.prefixes.cached_tokens,
             )
         )
 

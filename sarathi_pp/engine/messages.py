@@ -54,7 +54,7 @@ class Result:
     Attributes:
         index: index of the request.
         metrics: seconds and counts of the request, for its output line.
-        logprobs, prompt_logprobs: see Completion.
+        logprobs, prompt_logprobs, cached_tokens: see Completion.
     """
 
     index: int
@@ -64,6 +64,7 @@ class Result:
     metrics: Mapping[str, object]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, completion: Completion, metrics: Mapping[str, object]) -> Result:
@@ -76,6 +77,7 @@ class Result:
             metrics,
             completion.logprobs,
             completion.prompt_logprobs,
+            completion.cached_tokens,
         )
 
     def completion(self, request: Request) -> Completion:
@@ -87,6 +89,7 @@ class Result:
             self.num_preemptions,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -151,7 +154,8 @@ def _restore(kind: str, fields: dict[str, Any]) -> Message:
             sampling = SamplingParams(**request["sampling"])
             prompt, ends = array("i", request["prompt_token_ids"]), tuple(request["paragraph_ends"])
             rules = None if request["rules"] is None else DrawRules.from_bytes(request["rules"].encode())
-            return Submit(Request(request["index"], prompt, sampling, request["arrival_s"], ends, rules))
+            salt = request["cache_salt"]
+            return Submit(Request(request["index"], prompt, sampling, request["arrival_s"], ends, rules, salt))
         case "stop":
             return Stop(**fields)
         case "abort":

@@ -23,12 +23,15 @@ class Progress:
         prompt_tokens: prompt tokens of finished requests.
         output_tokens: output tokens of finished requests.
         tokens_computed: prompt and output tokens of results that are back, each counted once, also if it was computed
-            again after a preemption. Unlike prompt_tokens and output_tokens, it counts unfinished requests.
+            again after a preemption. Unlike prompt_tokens and output_tokens, it counts unfinished requests. Prompt
+            tokens that were found in the prefix cache count when the first chunk after them is back.
         chunks_done: prefill chunks of microbatches whose result is back.
         stage_busy: per stage, the share (0 to 1) of the time since the last report in which it computed.
         stage_compute_s: per stage, the compute time of all microbatches whose times are back.
         window_s: time from the first issue to the last result so far; 0 before the first result.
         kv_fragmentation: 1 - tokens held / room in the pages held, at this moment; None if no page is held.
+        prefix_queried_tokens: prompt tokens of the requests that have started; 0 without a prefix cache.
+        prefix_cached_tokens: number of these tokens that were found in the prefix cache.
     """
 
     elapsed_s: float
@@ -45,6 +48,8 @@ class Progress:
     window_s: float
     kv_fragmentation: float | None
     later_choices: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_cached_tokens: int = 0
 
     @classmethod
     def nothing(cls, num_stages: int) -> Progress:
@@ -89,11 +94,13 @@ class Progress:
             stage_compute_s=tuple(seconds for one in replicas for seconds in one.stage_compute_s),
             window_s=max(one.window_s for one in replicas),
             kv_fragmentation=sum(wasted) / len(wasted) if wasted else None,
+            prefix_queried_tokens=sum(one.prefix_queried_tokens for one in replicas),
+            prefix_cached_tokens=sum(one.prefix_cached_tokens for one in replicas),
         )
 
     def since(self, earlier: Progress) -> Progress:
         """Return the progress from an earlier moment of the same run until now."""
-        tokens = ("prompt_tokens", "output_tokens", "tokens_computed")
+        tokens = ("prompt_tokens", "output_tokens", "tokens_computed", "prefix_queried_tokens", "prefix_cached_tokens")
         counts = ("requests_done", "requests_failed", "later_choices", *tokens, "chunks_done", "elapsed_s")
         computed_s = zip(self.stage_compute_s, earlier.stage_compute_s, strict=True)
         elapsed_s = self.elapsed_s - earlier.elapsed_s

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from sarathi_pp.core.load_balancer import LoadBalancer
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.row import Row
 
@@ -27,6 +28,7 @@ class RowLedger:
     Args:
         most: most requests that one replica may hold, running and waiting. See LoadBalancer.
         most_tokens: a replica that holds this number of prompt tokens gets no further request. See LoadBalancer.
+        routes: see LoadBalancer.
 
     Attributes:
         num_writing: number of input lines whose answers are being written to the sink.
@@ -35,8 +37,8 @@ class RowLedger:
         failure: the first error that ends the run early; None if there is none.
     """
 
-    def __init__(self, num_replicas: int, most: int, most_tokens: int) -> None:
-        self._balancer = LoadBalancer(num_replicas, most, most_tokens)
+    def __init__(self, num_replicas: int, most: int, most_tokens: int, routes: PrefixRoutes | None = None) -> None:
+        self._balancer = LoadBalancer(num_replicas, most, most_tokens, routes)
         self._waiting: deque[Row] = deque()
         self._given: dict[int, Row] = {}  # by request index
         self._queue: deque[Row] = deque()  # given to replica 0 and not taken by its engine yet

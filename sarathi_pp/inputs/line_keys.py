@@ -63,8 +63,10 @@ WHOLE_NUMBERS = (
     *("max_new_tokens", "top_k", "seed", "min_new_tokens", "min_length", "no_repeat_ngram_size", "n"),
     *("prompt_logprobs", "logprobs_from"),
 )
-# Keys that change how the prompt is rendered and tokenised.
-READING_KEYS = ("add_special_tokens", *CHAT_KEYS)
+CACHE_SALT = "cache_salt"
+MOST_SALT = 256  # characters of a cache_salt
+# Keys that change how the prompt is rendered and tokenised, and with which requests it shares KV pages.
+READING_KEYS = ("add_special_tokens", CACHE_SALT, *CHAT_KEYS)
 # Keys with another name than the settings of generation_config.json that they switch off.
 SETTINGS = {
     "use_beam_search": ("num_beams",),

@@ -42,8 +42,10 @@ from sarathi_pp.inputs.json_line import (
 )
 from sarathi_pp.inputs.line_keys import (
     BATCH_KEYS,
+    CACHE_SALT,
     ECHO,
     MISPLACED_KEYS,
+    MOST_SALT,
     OPENAI_LABELS,
     OWN_KEYS,
     PROMPT_KEYS,
@@ -83,6 +85,7 @@ class ParsedLine:
         switched_off: settings of generation_config.json that the line switches off with a value that has no effect.
         error: the reason why the line cannot run.
         summary: the error without the line's values, for a log; None if there is none.
+        cache_salt: see Request.
         echo: the output line repeats the prompt.
         nameless: True if the line's own id could not be read. Then `id` is the line's number, which may also be the
             id of another line.
@@ -103,6 +106,7 @@ class ParsedLine:
     summary: str | None = None
     nameless: bool = False
     chat: ChatOptions | None = None
+    cache_salt: str = ""
     echo: bool = False
 
 
@@ -138,6 +142,7 @@ class _LineReader:
         self._form: Form = "own"
         self._nameless = nameless
         self._extra = b""
+        self._cache_salt = ""
         self._echo = False
         self._summary: str | None = None
         self._switched_off: set[str] = set()
@@ -359,6 +364,7 @@ class _LineReader:
             code = "invalid_parameter" if given else "missing_required_parameter"
             self.fail(code, f"a line needs exactly one of {', '.join(PROMPT_KEYS)}; it has {found}")
         key, value = given[0], record[given[0]]
+        self._cache_salt = self._salt(record.get(CACHE_SALT))
         add_special_tokens = record.get("add_special_tokens")
         if not (add_special_tokens is None or isinstance(add_special_tokens, bool)):
             self.fail(
@@ -390,9 +396,17 @@ class _LineReader:
         chat: ChatOptions | None = None,
     ) -> ParsedLine:
         name, extra = (self._line, self._id, self._form), self._extra
-        off = frozenset(self._switched_off)
-        prompts = (prompt, prompt_token_ids, messages)
-        return ParsedLine(*name, *prompts, overrides, extra, add_special_tokens, off, chat=chat, echo=self._echo)
+        off, salt = frozenset(self._switched_off), self._cache_salt
+        own = (*name, prompt, prompt_token_ids, messages, overrides, extra)
+        return ParsedLine(*own, add_special_tokens, off, chat=chat, cache_salt=salt, echo=self._echo)
+
+    def _salt(self, value: object) -> str:
+        if value is None:
+            return ""
+        if not is_salt(value):
+            what = f"a text of 1 to {MOST_SALT} characters"
+            self.fail("invalid_parameter", f"{CACHE_SALT} is {show_value(value)}; it must be {what}")
+        return str(value)
 
     def _token_ids(self, key: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, list):
@@ -405,6 +419,11 @@ class _LineReader:
             if type(token_id) is not int:
                 self.fail("invalid_parameter", f"{key}[{position}] is {kind_of(token_id)}; it must be an integer")
         return tuple(value)
+
+
+def is_salt(value: object) -> bool:
+    """Return whether a value is legal as a cache_salt."""
+    return isinstance(value, str) and 0 < len(value) <= MOST_SALT and is_text(value)
 
 
 def _name(record: Mapping[str, object]) -> tuple[object, Form]:

@@ -85,7 +85,8 @@ class RequestMaker:
             self.unknown.count(prompt.token_ids)
         # The rules have the grammar.
         sampling = replace(sampling, structured_outputs=None) if sampling.structured_outputs else sampling
-        return Request(index, prompt.token_ids, sampling, arrival_s, prompt.paragraph_ends, rules)
+        ends, salt = prompt.paragraph_ends, parsed.cache_salt
+        return Request(index, prompt.token_ids, sampling, arrival_s, ends, rules, salt)
 
     def offered_tools(self, parsed: ParsedLine) -> bytes | None:
         """Return the functions that a conversation offers, as a JSON list. See Row."""

@@ -48,6 +48,13 @@ class Row:
         return len(self.request.prompt_token_ids) if self.request else 0
 
     @property
+    def held_tokens(self) -> int:
+        """Memory of the line in tokens of 4 bytes: its prompt, its grammar, its extra keys and its tools."""
+        rules = self.request.rules if self.request is not None else None
+        grammar = "" if rules is None else rules.grammar
+        return self.num_prompt_tokens + (len(grammar) + len(self.extra) + len(self.tools or b"")) // 4
+
+    @property
     def num_choices(self) -> int:
         """Number of requests that share the input line, and its output line."""
         return self.request.sampling.n if self.request else 1
@@ -56,6 +63,11 @@ class Row:
     def choice(self) -> int:
         """Number of this request among those of the input line, from 0."""
         return self.request.index // NEXT_CHOICE if self.request else 0
+
+    def arriving(self, at_s: float) -> Row:
+        """Return the row with this time of arrival, in seconds on the coordinator's clock."""
+        request = None if self.request is None else replace(self.request, arrival_s=at_s)
+        return replace(self, request=request, arrival_s=at_s)
 
     def choices(self) -> Iterator[Row]:
         """Yield the row of each choice of the input line, this one first. They share the prompt's tokens.

@@ -1,9 +1,10 @@
 """The sources from which the engine takes input lines. A separate thread reads a file or standard input ahead of it.
 
-    file -> [reader thread: read, parse, tokenise, check] -> bounded queue -> take() -> engine
+    file -> [reader thread: read, parse, tokenise, check, order] -> bounded queue -> take() -> engine
 
 The queue has a largest size, so a file of any length takes limited memory. Tokenisation runs in the reader thread, so
-the engine does not wait for it. Input lines that cannot run come through the same queue, in order, each with its error.
+the engine does not wait for it. Input lines that cannot run come through the same queue, each with its error. The lines
+come in the order of the file, or a window of them at a time in the order of their prefixes (PrefixOrder).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from sarathi_pp.core.prefix_order import PrefixOrder
 from sarathi_pp.core.request import MAX_WAITING_TOKENS
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.inputs.done import Done
@@ -25,6 +27,9 @@ from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.row import Row, shorten
 from sarathi_pp.trace.clock import Clock
+
+# Seconds for which a window of rows is read at least, if the engine has nothing to do before the window is full.
+_WINDOW_S = 1.0
 
 
 class Source(Protocol):
@@ -69,6 +74,7 @@ class FileSource:
             infinite, a line arrives when it is read.
         done: input lines that an earlier start has answered. They are left out.
         asked: the format that the user named with --input-format.
+        order: the order in which lines arrive; None for that of the file. With it, the request rate must be infinite.
 
     Raises:
         MissingError: see `check_input`.
@@ -85,7 +91,9 @@ class FileSource:
         request_rate: float = math.inf,
         done: Done | None = None,
         asked: InputFormat = "auto",
+        order: PrefixOrder | None = None,
     ) -> None:
+        assert order is None or request_rate == math.inf, "drawn arrivals are in the order of the file"
         check_input(path)
         self._path = path
         self._asked = asked
@@ -93,6 +101,7 @@ class FileSource:
         self._clock = clock
         self._capacity = capacity
         self._done = done or Done()
+        self._order = order
         self._arrivals = _drawn_arrivals(maker.seed, request_rate, clock.now())
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
@@ -100,6 +109,7 @@ class FileSource:
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
+        self._awaited = False  # the engine waits for a line, and has had none since
         # The thread is a daemon, because a read of standard input that never returns must not keep the process alive.
         # The thread also opens the path. Opening a named pipe waits for its writer. If the main thread waited, it could
         # not handle signals.
@@ -117,8 +127,9 @@ class FileSource:
             rows: list[Row] = []
             while self._rows and len(rows) < limit and self._rows[0].arrival_s <= now_s:
                 rows.append(self._rows.popleft())
-            self._num_tokens -= sum(map(_held_tokens, rows))
+            self._num_tokens -= sum(row.held_tokens for row in rows)
             if rows:
+                self._awaited = False
                 self._changed.notify_all()
             elif self._failure is not None and not self._rows and limit > 0:
                 raise self._failure
@@ -127,6 +138,7 @@ class FileSource:
     def wait(self, timeout_s: float | None) -> None:
         end_s = math.inf if timeout_s is None else self._clock.now() + timeout_s
         with self._changed:
+            self._awaited = not self._rows
             while not (self._ended and not self._rows):
                 now_s = self._clock.now()
                 # If no line is read yet, only the reader can end the wait, and it notifies.
@@ -168,7 +180,7 @@ class FileSource:
             self._changed.wait_for(lambda: self._has_room() or self._closed)
             if not self._closed:
                 self._rows.append(row)
-                self._num_tokens += _held_tokens(row)
+                self._num_tokens += row.held_tokens
                 self._changed.notify_all()
             return not self._closed
 
@@ -176,11 +188,33 @@ class FileSource:
         return len(self._rows) < self._capacity and self._num_tokens < MAX_WAITING_TOKENS
 
     def _file_rows(self, stream: io.BufferedReader) -> Iterator[Row]:
+        """Yield each row that is left to answer, in the order in which the rows arrive."""
+        rows = self._rows_as_read(stream)
+        if self._order is not None:
+            # A row arrives when it leaves the window.
+            rows = (row.arriving(self._clock.now()) for row in self._order.arranged(self._until_needed(rows)))
+        for row in rows:
+            yield from row.choices()
+
+    def _until_needed(self, rows: Iterator[Row]) -> Iterator[Row | None]:
+        """Yield the rows, and None when the engine has nothing to do. Without it, a window is read to its end first.
+
+        Tokenising a window may take seconds.
+        """
+        opened_s = self._clock.now()
+        for row in rows:
+            if self._awaited and self._clock.now() - opened_s >= _WINDOW_S:
+                yield None
+                opened_s = self._clock.now()
+            yield row
+
+    def _rows_as_read(self, stream: io.BufferedReader) -> Iterator[Row]:
         for parsed in parsed_lines(self._path, stream, self._asked):
-            if take_done(self._done, parsed):
-                continue
-            drawn_s = next(self._arrivals, None)
-            yield from self._row(parsed, self._clock.now() if drawn_s is None else drawn_s).choices()
+            if self._closed:
+                return
+            if not take_done(self._done, parsed):
+                drawn_s = next(self._arrivals, None)
+                yield self._row(parsed, self._clock.now() if drawn_s is None else drawn_s)
 
     def _row(self, parsed: ParsedLine, arrival_s: float) -> Row:
         """Return the row of a parsed line.
@@ -219,11 +253,6 @@ class MemorySource:
 
     def close(self) -> None:
         self._rows.clear()
-
-
-def _held_tokens(row: Row) -> int:
-    """Return the memory of an input line in tokens of 4 bytes: its prompt, its extra keys and its tools."""
-    return row.num_prompt_tokens + (len(row.extra) + len(row.tools or b"")) // 4
 
 
 def _drawn_arrivals(seed: int, request_rate: float, start_s: float) -> Iterator[float]:

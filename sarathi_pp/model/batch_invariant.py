@@ -62,6 +62,16 @@ def batch_invariant_mode(dtype: torch.dtype, device: torch.device) -> AbstractCo
     return _BatchInvariantMode() if dtype == torch.float32 and device.type == "cpu" else nullcontext()
 
 
+def has_equal_decodes(dtype: torch.dtype, attention: str, products: str) -> bool:
+    """Return whether a decode writes the same keys and values as a prompt chunk would, to the last bit.
+
+    Args:
+        attention: name of the attention backend.
+        products: name of what computes linear layers.
+    """
+    return dtype == torch.float32 and attention == products == "numba"
+
+
 @functools.cache
 def row_step(num_threads: int) -> int:
     """Return the step to whose multiples rows are padded, found by trial.

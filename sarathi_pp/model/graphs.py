@@ -127,6 +127,7 @@ class StageGraphs:
         graphs: Sequence[Graph],
     ) -> None:
         self.hits = self.misses = 0
+        self._page_size = kv.page_size
         most = max(shape.num_tokens for shape in shapes)
         x = torch.zeros((most, hidden_size), dtype=kv.dtype, device=device)
         self._graphs: list[_StageGraph] = []
@@ -152,9 +153,11 @@ class StageGraphs:
         """
         num_tokens = sum(span.num_tokens for span in spans)
         decodes = num_tokens == len(spans)
+        num_page_ids = sum(-(-(span.start + span.num_tokens) // self._page_size) for span in spans)
         for graph in self._graphs:
             shape = graph.shape
-            if num_tokens <= shape.num_tokens and len(spans) <= shape.num_seqs and decodes == shape.decodes:
+            fits = num_tokens <= shape.num_tokens and len(spans) <= shape.num_seqs
+            if fits and decodes == shape.decodes and num_page_ids <= graph.most_page_ids:
                 self.hits += 1
                 return graph.prepare(spans, logit_rows, token_ids)
         self.misses += 1
@@ -184,6 +187,7 @@ class _StageGraph:
         self._graph = graph
         num_logit_rows = shape.num_seqs if model.has_lm_head else 0
         self._inputs = CapturableInputs(shape.num_tokens, num_logit_rows, kv.num_pages, kv.page_size, device)
+        self.most_page_ids = self._inputs.most_page_ids
         self._x = x[: shape.num_tokens]
         longest = 1 if shape.decodes else shape.num_tokens
         windows = model.specs.windows[model.layers[0] : model.layers[1]]

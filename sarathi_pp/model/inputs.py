@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Most page ids of a microbatch for a CUDA graph, per page. Sequences that share pages may have more ids than pages.
+_PAGE_IDS_PER_PAGE = 8
 # Added to the positions of rows whose rotary embeddings use the long factors. It is larger than any position.
 LONG_FACTORS = 1 << 32
 
@@ -127,11 +129,12 @@ class CapturableInputs:
     Attributes:
         token_ids: (num_tokens,) int64, for a stage that embeds.
         inputs: all other inputs, except the spans.
+        most_page_ids: most page ids of all spans together.
 
     Args:
         num_tokens: rows of the graph.
         num_logit_rows: rows of the graph's logits.
-        num_pages: pages of the KV shard, and the most page ids of a microbatch. It is also the spare page's id.
+        num_pages: pages of the KV shard. It is also the spare page's id.
         page_size: tokens per page.
     """
 
@@ -140,7 +143,8 @@ class CapturableInputs:
     ) -> None:
         self._page_size = page_size
         self._spare_page = num_pages
-        self._sizes = [num_tokens, num_tokens, num_tokens, num_tokens, num_logit_rows, num_pages]
+        self.most_page_ids = _PAGE_IDS_PER_PAGE * num_pages
+        self._sizes = [num_tokens, num_tokens, num_tokens, num_tokens, num_logit_rows, self.most_page_ids]
         self._buffer = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         self.token_ids, positions, pages, offsets, logits, page_ids = torch.split_with_sizes(self._buffer, self._sizes)
         self.inputs = StageInputs(positions, pages, offsets, logits, (), page_ids)

@@ -80,6 +80,8 @@ class OutputLines:
                 "prompt_tokens": num_prompt,
                 "completion_tokens": num_output,
                 "total_tokens": num_prompt + num_output,
+                # The prompt counts once, as its first choice found it.
+                "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
             },
         }
         response = {"status_code": 200, "request_id": f"req_{row.line}", "body": body}

@@ -11,6 +11,7 @@ advised. The exception is a run that the simulator cannot repeat: its advice has
     few_decodes      fewer decodes than stages to spread them over
     slow_stage       a layer split that makes the slowest stage faster
     few_sequences    fewer than four sequences at once: too few to share a pass
+    shared_pages     seats all in use while requests wait, and free KV pages because requests share them
     short_prompts    prompts that fit into one chunk, so chunking does not make times more equal
     untested         the largest cause of a run that the simulator cannot repeat: its first remedy, said to be untested
     one_request      one request at a time, whose first token waits for the passes of its chunks
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple, Protocol
 
+from sarathi_pp.report import formats
 from sarathi_pp.report.remedies import (
     Remedy,
     Report,
@@ -51,13 +53,17 @@ from sarathi_pp.report.remedies import (
     run_whole,
     smaller_chunks,
 )
-from sarathi_pp.report.vocabulary import CAUSES, cause_name
+from sarathi_pp.report.vocabulary import CAUSES, cause_name, prefix_cache_mode
 from sarathi_pp.sim.rerun import Change
 
 _APART = "Each was tried alone: their gains do not add up."
 _MOST = 3
 # Share of the wall time. A smaller gain is within the error of the simulation.
 _WORTHWHILE = 0.03
+# With shared pages, more seats are advised if the pages that they would need are at most this share of all.
+_ROOMY = 0.9
+# Requests count as waiting if on average this number times the seats are unfinished.
+_QUEUED = 1.5
 # Smaller shares would be shown as 0%.
 _NOTHING = 0.005
 # Fewer stages are advised if the run takes longer by at most this share.
@@ -148,7 +154,7 @@ class ComparedRun(NamedTuple):
 
     @property
     def setting(self) -> list[str]:
-        return [str(self.report.get(name)) for name in _SETTING]
+        return [*(str(self.report.get(name)) for name in _SETTING), prefix_cache_mode(self.report)]
 
 
 def advise_comparison(runs: Iterable[ComparedRun]) -> list[Advice]:
@@ -186,8 +192,11 @@ def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
 
 
 def _untested(report: Report, reason: str) -> Advice | None:
-    """Return the first remedy against the largest cause that has one; None if the bubble is small."""
-    for proposal in _bubble(report):
+    """Return the first remedy for seats that shared pages allow, or against the largest cause that has a remedy.
+
+    Return None if there is none, such as for a small bubble.
+    """
+    for proposal in (*_shared_pages(report), *_bubble(report)):
         for remedy in proposal.remedies:
             return Advice("untested", f"{proposal.seen} {remedy.request}. Not tried: {reason}.", remedy.option, None)
     return None
@@ -268,12 +277,37 @@ def _few_sequences(report: Report) -> Iterator[_Proposal]:
         yield _Proposal("few_sequences", seen, more_pages(report))
 
 
+def _shared_pages(report: Report) -> Iterator[_Proposal]:
+    """Yield more seats if requests share pages, so that seats are the limit and not pages.
+
+    Then tokens that were found save little time, because the decodes of the running requests take as long as before.
+    """
+    cache, kv, seats = report.get("prefix_cache"), report["kv"], report.get("max_num_seqs")
+    if not cache or not cache["cached_tokens"] or not seats or report["preemptions"]:
+        return
+    remedies = [one for one in more_seats(report) if _room_for(one, report)]
+    if remedies and _unfinished(report) >= _QUEUED * seats:
+        free = formats.share(1 - kv["peak_used"] / kv["pages"], 0)
+        seen = (
+            f"All {seats} seats were in use while requests waited, and {free} of the KV pages stayed free, because "
+            f"requests shared pages."
+        )
+        yield _Proposal("shared_pages", seen, remedies)
+
+
+def _room_for(remedy: Remedy, report: Report) -> bool:
+    """Return whether the KV pages suffice for the seats of a remedy, if a seat needs what it needed in the run."""
+    kv, seats = report["kv"], remedy.change.max_num_seqs or 0
+    return bool(kv["peak_used"] * seats <= _ROOMY * kv["pages"] * report["max_num_seqs"])
+
+
 def _short_prompts(report: Report) -> Iterator[_Proposal]:
-    size, mean = report["chunk_size"], report["prompt_tokens"] / report["completed"]
+    size, cached = report["chunk_size"], (report.get("prefix_cache") or {}).get("cached_tokens", 0)
+    mean = (report["prompt_tokens"] - cached) / report["completed"]
     if fills_chunks(report) and mean <= size:
         seen = (
-            f"Prompts have {mean:.0f} tokens on average and fit into one chunk of {size}, so chunking does not make "
-            f"microbatches more equal."
+            f"Prompts have {mean:.0f} {'uncached ' if cached else ''}tokens on average and fit into one chunk of "
+            f"{size}, so chunking does not make microbatches more equal."
         )
         remedies = [*smaller_chunks(report, mean / 2), *run_whole(report), *balance(report)]
         yield _Proposal("short_prompts", seen, remedies)
@@ -339,6 +373,7 @@ _RULES: tuple[Callable[[Report], Iterator[_Proposal]], ...] = (
     _slow_stage,
     _few_decodes,
     _few_sequences,
+    _shared_pages,
     _short_prompts,
     _starvation,
     _bubble,
@@ -366,5 +401,9 @@ def _first_token_s(report: Report) -> float | None:
 
 def _requests_inflight(report: Report) -> float:
     """Return the mean number of requests that run at once: the unfinished ones, by Little's law, up to max_num_seqs."""
-    unfinished = report["completed"] * report["e2el_s"]["mean"] / report["wall_s"]
-    return float(min(unfinished, report.get("max_num_seqs") or math.inf))
+    return min(_unfinished(report), report.get("max_num_seqs") or math.inf)
+
+
+def _unfinished(report: Report) -> float:
+    """Return the mean number of requests that have arrived and are unfinished, by Little's law."""
+    return float(report["completed"] * report["e2el_s"]["mean"] / report["wall_s"])

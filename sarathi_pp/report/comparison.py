@@ -23,7 +23,7 @@ from rich.text import Text
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.errors import InputError
 from sarathi_pp.report import formats
-from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, cause_name, name_of
+from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, cause_name, name_of, prefix_cache_mode
 
 SCHEMA = "sarathi-pp/comparison/1"
 
@@ -83,6 +83,7 @@ _SECTIONS: tuple[tuple[_Figure, ...], ...] = (
     (
         _Figure(("total_tokens_per_s",), "tokens/s", "higher"),
         _Figure(("output_tokens_per_s",), "output tokens/s", "higher"),
+        _Figure(("prefix_cache", "hit_rate"), "prompt tokens found", "higher", share=True),
         _Figure(("chunk_throughput",), "chunks/s"),
         _Figure(("wall_s",), "wall s"),
         _Figure(("microbatches",), "microbatches"),
@@ -110,7 +111,10 @@ _SAME = 0.01
 
 # The work that the runs were asked to do, which gives the ratios their meaning, and the setup that they did it with.
 _WORK = ("model", "dtype", "device", "requests", "failed", "prompt_tokens", "output_tokens")
-_SETUP = ("policy", "chunk_size", "stages", "layer_split", "inflight", "max_num_seqs", "max_model_len", "attention")
+_SETUP = (
+    *("policy", "chunk_size", "stages", "layer_split", "inflight", "max_num_seqs", "max_model_len", "attention"),
+    "prefix_cache",
+)
 
 
 def compare(reports: Sequence[tuple[str, Report]]) -> dict[str, Any]:
@@ -254,8 +258,12 @@ class _Difference(NamedTuple):
 
 def _differences(runs: Sequence[Report]) -> list[_Difference]:
     """Return the settings that are not the same in all runs. The settings that define the work come first."""
-    settings = ((key, [run.get(key) for run in runs], key not in _WORK) for key in (*_WORK, *_SETUP))
+    settings = ((key, [_setting(run, key) for run in runs], key not in _WORK) for key in (*_WORK, *_SETUP))
     return [_Difference(*one) for one in settings if len(set(map(_shown, one[1]))) > 1]
+
+
+def _setting(run: Report, key: str) -> Any:
+    return prefix_cache_mode(run) if key == "prefix_cache" else run.get(key)
 
 
 def _notes(runs: Sequence[Report]) -> list[str]:

@@ -102,7 +102,10 @@ def _work(report: Mapping[str, Any]) -> Text:
     mask_s = sum(one.get("mask_s") or 0.0 for one in report["per_stage"])
     masks = f"waits for masks of grammars: {formats.seconds(mask_s)} s\n" if mask_s else ""
     return Text(
-        sums + masks + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; variation (cv) of time "
+        sums
+        + masks
+        + _prefix_cache(report)
+        + f"microbatches: {formats.count(report['chunk_throughput'])} chunks/s; variation (cv) of time "
         f"{formats.share(report['microbatch_time_cv'])}, of tokens {formats.share(report['microbatch_tokens_cv'])}\n"
         f"KV pages: peak {kv['peak_used']:,} of {kv['pages']:,}, mean {formats.count(kv['mean_used'])}; "
         f"{formats.share(kv['fragmentation'])} of their room empty; {report['preemptions']:,} preemptions\n"
@@ -110,6 +113,15 @@ def _work(report: Mapping[str, Any]) -> Text:
         f"{formats.share(report['closing_error'])}, fitted costs {formats.share(report['cost_error'])}",
         style="dim",
     )
+
+
+def _prefix_cache(report: Mapping[str, Any]) -> str:
+    """Return the line about the prefix cache; an empty text if the run had none."""
+    cache = report.get("prefix_cache")
+    if not cache:
+        return ""
+    counts = f"{cache['cached_tokens']:,} of {cache['prompt_tokens']:,}"
+    return f"prefix cache: {formats.share(cache['hit_rate'])} of prompt tokens found ({counts})\n"
 
 
 def _stages(report: Mapping[str, Any]) -> Table:

@@ -56,6 +56,12 @@ def doubt(report: Mapping[str, Any]) -> str:
     return f"These causes are rough: they come from fitted costs, which are off by {error:.0%} on average."
 
 
+def prefix_cache_mode(report: Mapping[str, Any]) -> str:
+    """Return the mode of a run's prefix cache. Reports of earlier versions have none."""
+    cache = report.get("prefix_cache")
+    return str(cache["mode"]) if cache else "off"
+
+
 def setup_of(report: Mapping[str, Any]) -> str:
     """Return the model, dtype and device of a report. A report made only from traces has only the device."""
     device = "emulated stages" if report["device"] == "emulated" else report["device"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from signal import Signals as Signal
 from typing import TYPE_CHECKING, Any
 
 from sarathi_pp.errors import SarathiError, StoppedError
-from sarathi_pp.inputs.input_file import is_stream
+from sarathi_pp.inputs.input_file import is_regular, is_stream
 from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.source import FileSource
 from sarathi_pp.outputs.journal import Journal, LateJournal
@@ -68,15 +69,17 @@ def _outcome(rank: Rank, journal: Journal | LateJournal, sink: FileSink, asked: 
 
 def _open_source(options: BatchOptions, rank: Rank, maker: RequestMaker, journal: Journal | LateJournal) -> FileSource:
     """Start to read the input. Return the source of the lines that the output does not answer yet."""
-    run = rank.run
+    run, rate = rank.run, rank.checked.config.request_rate
     return FileSource(
         options.input_path,
         maker,
         clock=SystemClock(),
         capacity=2 * run.max_num_seqs * run.replicas,
-        request_rate=rank.checked.config.request_rate,
+        request_rate=rate,
         done=journal.done,
         asked=options.input_format,
+        # A stream is answered while it is written. Drawn arrivals are in the order of the file.
+        order=rank.prefix_order() if is_regular(options.input_path) and rate == math.inf else None,
     )
 
 

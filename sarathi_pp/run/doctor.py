@@ -32,6 +32,7 @@ from sarathi_pp.distributed.transport import Transport, choose_transport, has_gl
 from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
+from sarathi_pp.model.batch_invariant import has_equal_decodes
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.entries import loaded_bytes, stored_bytes, weight_entries
@@ -119,6 +120,7 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
             *_packages(device),
             *looked_at,
             *(_dtype(one, device) for one in facts),
+            *(_prefix_cache(one, device) for one in facts),
         )
     )
 
@@ -192,6 +194,19 @@ def _dtype(facts: ModelFacts, device: torch.device) -> Finding:
     held += f" fast products in {dtypes.weights}" if held else ""
     products = product_name(getattr(torch, dtypes.compute), device)
     return Finding("model", "dtype", "used", f"computes in {dtypes.compute} by products of {products}{held}")
+
+
+def _prefix_cache(facts: ModelFacts, device: torch.device) -> Finding:
+    """Return the finding about the KV pages that requests share by default."""
+    dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
+
+    def mode() -> str:
+        attention = choose_backend("auto", device, None, _needs(facts, device)).name
+        if has_equal_decodes(dtype, attention, product_name(dtype, device)):
+            return "all: pages of prompts and outputs, since decodes write the bits of prompt chunks"
+        return "prompts: pages of prompts alone, since decodes may write other last bits"
+
+    return _asked("model", "prefix cache", mode)
 
 
 def _needs(facts: ModelFacts, device: torch.device) -> Needs:

@@ -129,6 +129,10 @@ def _work_metrics(snapshot: Progress, num_stages: int) -> Iterator[Metric]:
     prompt, output = "Prompt tokens of finished requests.", "Output tokens of finished requests."
     yield CounterMetricFamily("pipeline_prompt_tokens", prompt, value=snapshot.prompt_tokens)
     yield CounterMetricFamily("pipeline_output_tokens", output, value=snapshot.output_tokens)
+    queried = "Prompt tokens of requests that have started. 0 if the prefix cache is off."
+    cached = "Prompt tokens that were found in the prefix cache when their request started."
+    yield CounterMetricFamily("pipeline_prefix_queried_tokens", queried, value=snapshot.prefix_queried_tokens)
+    yield CounterMetricFamily("pipeline_prefix_cached_tokens", cached, value=snapshot.prefix_cached_tokens)
     yield CounterMetricFamily("pipeline_prefill_chunks", "Prompt chunks completed.", value=snapshot.chunks_done)
     rate = "Prompt chunks completed per second, from first issue to last result."
     chunks = GaugeMetricFamily("chunk_throughput", rate, labels=["stage"])

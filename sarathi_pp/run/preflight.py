@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -149,6 +150,7 @@ def preflight(options: BatchOptions) -> Preflight:
             f"--strict: --input {options.input_path} is a stream, so its lines cannot be checked before they run; "
             f"give a regular file, or leave out --strict"
         )
+    _check_order(options)
     check_output(options.output_path, options.input_path, options.start)
     if options.metrics_port is not None:
         from sarathi_pp.run.metrics import check_port
@@ -176,6 +178,27 @@ def preflight(options: BatchOptions) -> Preflight:
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
         )
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, facts.notes, tuple(warnings))
+
+
+def _check_order(options: BatchOptions) -> None:
+    """Refuse the order of prefixes for input lines that are not known in advance.
+
+    Raises:
+        ConfigError: the input is a stream, or its lines arrive one after the other.
+    """
+    config = options.config
+    if config.order != "prefix":
+        return
+    if not is_regular(options.input_path):
+        raise ConfigError(
+            f"--order prefix: --input {options.input_path} is a stream, which is answered while it is written; give a "
+            f"regular file, or leave out --order"
+        )
+    if config.request_rate != math.inf:
+        raise ConfigError(
+            f"--order prefix: with --request-rate {config.request_rate:g} the lines arrive in the order of the input; "
+            f"leave out one of the two options"
+        )
 
 
 def identify(options: BatchOptions, checked: Preflight) -> Preflight:

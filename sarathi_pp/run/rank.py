@@ -12,7 +12,9 @@ from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
-from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.core.policy import Limits, parse_policy
+from sarathi_pp.core.prefix_order import ROWS_OF_WINDOW, PrefixOrder
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.distributed.clock_sync import sync_clocks
 from sarathi_pp.distributed.fingerprint import software
 from sarathi_pp.engine.dispatcher import Dispatcher
@@ -89,6 +91,10 @@ class Rank:
         assert self._tokenizer is not None, "this rank leads no replica"
         return self._tokenizer
 
+    @property
+    def _limits(self) -> Limits:
+        return limits_of(self.run, self.checked.facts.longrope_after)
+
     @contextmanager
     def driving(self, listener: RunListener) -> Iterator[Driver]:
         """Yield the driver that answers input lines, on rank 0. After the block, end all stages.
@@ -117,6 +123,7 @@ class Rank:
             most_held_tokens(self.run.num_pages * self.run.page_size),
             progress,
             self._member.clock,
+            PrefixRoutes.of(self._limits),
         )
         return self._dispatcher
 
@@ -131,6 +138,13 @@ class Rank:
         unknown = UnknownTokens(tokenizer.unknown_id)
         variables = checked.config.default_chat_template_kwargs
         return RequestMaker(tokenizer, checked.defaults, limits, run.seed, paragraphs, unknown, variables)
+
+    def prefix_order(self) -> PrefixOrder | None:
+        """Return the order of the requests of an input that is known in advance; None for that of the input."""
+        config = self.checked.config
+        if config.order == "input" or (config.order == "auto" and self.run.prefix_cache == "off"):
+            return None
+        return PrefixOrder(self._limits, config.order_window or ROWS_OF_WINDOW)
 
     def serve(self) -> None:
         """Run microbatches until rank 0 says goodbye, its last message. Call it on every rank except rank 0.
@@ -163,7 +177,7 @@ class Rank:
         run = self.run
         policy = parse_policy(run.policy)
         return Engine(
-            limits_of(run, self.checked.facts.longrope_after),
+            self._limits,
             policy.make(),
             self._pipeline.runner,
             self._pipeline.upstream,

@@ -141,6 +141,7 @@ class LoadedStage:
         layers: layers of this stage, [first, end).
         shards: the group of ranks that hold this stage together; None if this rank holds it alone.
         num_pages: number of KV pages for which each rank has room, by rank.
+        equal_decodes: see StageMaker, of all stages.
         moves_head: True if the first stage has loaded the LM head too, so that it can compute some LM heads.
     """
 
@@ -150,6 +151,7 @@ class LoadedStage:
     dtype: torch.dtype
     shards: ShardGroup | None
     num_pages: tuple[int, ...]
+    equal_decodes: bool
     moves_head: bool
 
 
@@ -243,7 +245,8 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
         maker.load(layers, room_for(env.rank, weights))
         loading.own = {"head": maker.has_head}
     with agreement.step("counting KV pages") as counting:
-        counting.own = {"pages": maker.count_pages(layers, sharers_of(env.rank, weights))}
+        pages = maker.count_pages(layers, sharers_of(env.rank, weights))
+        counting.own = {"pages": pages, "equal_decodes": maker.equal_decodes}
     return LoadedStage(
         maker=maker,
         split=split,
@@ -251,6 +254,7 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
         dtype=dtype,
         shards=shards,
         num_pages=tuple(stage["pages"] for stage in counting.answers),
+        equal_decodes=all(stage["equal_decodes"] for stage in counting.answers),
         moves_head=all(loading.answers[mesh.leader(replica)]["head"] for replica in range(mesh.replicas)),
     )
 
@@ -276,6 +280,7 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
             device=maker.device_name,
             attention=maker.attention,
             moves_head=loaded.moves_head,
+            equal_decodes=loaded.equal_decodes,
         )
         step.own = {name: value for name, value in dataclasses.asdict(run).items() if name not in _RANKS_OWN}
     return run
@@ -462,6 +467,7 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
         replica=coordinate.replica,
         num_replicas=member.mesh.replicas,
         replica_offset_s=offset.offset_s if coordinate.leads else 0.0,
+        prefix_cache=run.prefix_cache,
     )
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Literal
 
 from sarathi_pp.analysis.replicas import Replica, summarise_replicas
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
+from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.head_placement import HeadPlacement, moves_head
 from sarathi_pp.core.load_balancer import most_held, most_held_tokens
+from sarathi_pp.core.pages import most_idle_pages
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import Limits, PolicySpec
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sim.noise import Noise
 from sarathi_pp.sim.pipeline import VirtualPipeline, links_of
@@ -40,6 +44,8 @@ class Experiment:
         slow: factors on the times of the profile, by stage index from 0. Policies do not know them.
         seed: seed of the noise.
         head: stage of the LM head, "auto" or "last", as in RunConfig.
+        prefix_cache: KV pages that requests share, as in RunConfig. "auto": "all" if the workload has shared prefixes,
+            else "off". The cache needs token ids, so drawing the requests takes longer with it.
     """
 
     profile: Profile
@@ -55,6 +61,7 @@ class Experiment:
     slow: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     head: str = "auto"
+    prefix_cache: PrefixCacheMode | Literal["auto"] = "auto"
 
     def cost(self) -> CostModel:
         """Return the cost model of the stages, without the factors of `slow`. Policies may know it."""
@@ -86,7 +93,14 @@ class Experiment:
             page_size=self.profile.page_size,
             num_pages=self.profile.pages,
             inflight=self.inflight or self.policy.inflight(num_stages),
+            prefix_cache=self._prefix_cache(),
+            most_idle_pages=most_idle_pages(self.profile.device, self.profile.pages),
         )
+
+    def _prefix_cache(self) -> PrefixCacheMode:
+        if self.prefix_cache != "auto":
+            return self.prefix_cache
+        return "all" if self.workload.shares_prefixes else "off"
 
 
 def report_of(experiment: Experiment) -> Report:
@@ -119,7 +133,9 @@ def run(experiment: Experiment, *records: Record) -> None:
     Args:
         records: the functions that take the events of a replica, one per replica.
     """
-    limits, requests = experiment.limits(), experiment.workload.requests(token_ids=False)
+    limits = experiment.limits()
+    # Without ids, all prompts would begin equally.
+    requests = experiment.workload.requests(token_ids=limits.prefix_cache != "off")
     if len(records) == 1:
         _simulation(experiment, limits, 0, records[0]).run(requests)
         return
@@ -128,7 +144,7 @@ def run(experiment: Experiment, *records: Record) -> None:
         return _simulation(experiment, limits, replica, record)
 
     most, most_tokens = most_held(limits.max_num_seqs), most_held_tokens(limits.num_pages * limits.page_size)
-    run_replicas(make, records, most, most_tokens, requests)
+    run_replicas(make, records, most, most_tokens, requests, PrefixRoutes.of(limits))
 
 
 def _simulation(experiment: Experiment, limits: Limits, replica: int, record: Record) -> Simulation:
@@ -197,6 +213,7 @@ def trace_starts(experiment: Experiment, replica: int = 0) -> list[TraceStart]:
             page_size=limits.page_size,
             replica=replica,
             num_replicas=experiment.replicas,
+            prefix_cache=limits.prefix_cache,
         )
         for index, stage in enumerate(stages)
     ]

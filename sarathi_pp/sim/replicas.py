@@ -3,9 +3,9 @@
     requests --> LoadBalancer --+--> inbox of replica 0 --> its simulation
                                 +--> inbox of replica 1 --> its simulation ...
 
-The replica whose next step is due first makes the next step. A request goes to the replica with the least work as soon
-as it has arrived and a replica has room: at its arrival, or when another request has ended. Messages between replicas
-take no time in the simulation.
+The replica whose next step is due first makes the next step. A request goes to a replica as soon as it has arrived and
+a replica has room: at its arrival, or when another request has ended. Messages between replicas take no time in the
+simulation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from sarathi_pp.core.load_balancer import LoadBalancer
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.core.request import Request
 from sarathi_pp.sim.arrivals import Inbox, InOrder
 from sarathi_pp.sim.simulation import Record, Simulation
@@ -26,6 +27,7 @@ def run_replicas(
     most: int,
     most_tokens: int,
     requests: Iterable[Request],
+    routes: PrefixRoutes | None = None,
 ) -> None:
     """Simulate the replicas until all requests are answered.
 
@@ -35,8 +37,9 @@ def run_replicas(
         most: most requests that a replica may hold at once.
         most_tokens: number of prompt tokens at which a replica gets no further request.
         requests: in order of arrival.
+        routes: see LoadBalancer.
     """
-    balancer = LoadBalancer(len(records), most, most_tokens)
+    balancer = LoadBalancer(len(records), most, most_tokens, routes)
 
     def ending(replica: int, record: Record) -> Record:
         def told(stage: int, event: Event) -> None:

@@ -1,7 +1,8 @@
 """A recorded run, repeated in the simulator to predict its time with another option.
 
 The simulation uses the recorded facts: the requests with their arrivals and lengths, the cost of microbatches, the
-times of links, and the time of hosts per microbatch. The run is simulated with and without the change, so effects that
+times of links, and the time of hosts per microbatch. Tokens that a request found in the prefix cache are found again,
+and are not computed. The run is simulated with and without the change, so effects that
 the simulator does not know are missing from both. If they are large, the simulated run without a change is not as long
 as the real one. Then there is no result.
 
@@ -68,11 +69,17 @@ class CannotTry(Exception):
 
 
 class _Asked(NamedTuple):
-    """A request of the recorded run, with its arrival in seconds after the first one."""
+    """A request of the recorded run.
+
+    Attributes:
+        arrival_s: its arrival in seconds after the first one.
+        cached_tokens: number of its prompt tokens that it found in the prefix cache.
+    """
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float
+    cached_tokens: int
 
 
 class _Times(NamedTuple):
@@ -152,7 +159,8 @@ class Rerun:
             pages_follow_layers: False for emulated stages, whose pages are from a profile.
 
         Raises:
-            CannotTry: it would take too long, or the simulated run is not as long as the real one.
+            CannotTry: it would take too long, the simulated run is not as long as the real one, or the run both found
+                tokens in the prefix cache and preempted requests.
         """
         start = timeline.stages[0].start
         policy = parse_recorded(start.policy)
@@ -162,6 +170,7 @@ class Rerun:
         unfinished = len(ended) < len(timeline.arrived) or any(stage.end is None for stage in timeline.stages)
         if not answered or unfinished or policy is None or not _were_computed(answered, timeline):
             return None
+        _check_hits(answered)
         seats = max_num_seqs or len(ended)
         first, counted = _sample(timeline, len(answered), most_seats(seats, start.num_stages))
         answered = answered[:first]
@@ -175,6 +184,7 @@ class Rerun:
             page_size=start.page_size,
             num_pages=start.num_pages,
             inflight=start.inflight,
+            prefix_cache="off",  # a trace has no token ids, and the prompts of `_requests` are all equal
         )
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
@@ -222,7 +232,10 @@ class Rerun:
         known = cost if policy.kind.wants_cost else None
         heads = HeadPlacement(cost) if self.moves_head and len(cost.stages) > 1 else None
         pipeline = VirtualPipeline(self._with_hosts(cost), self._links(len(cost.stages)))
-        simulation = Simulation(limits, policy.make(), pipeline, watch.record, known, heads)
+        hits = [request.cached_tokens for request in self.requests]
+        simulation = Simulation(
+            limits, policy.make(), pipeline, watch.record, known, heads, hits if any(hits) else None
+        )
         with suppress(_Enough):
             simulation.run(self._requests(change.times))
         return watch.times
@@ -295,14 +308,29 @@ class Rerun:
 def _were_computed(answered: Iterable[RequestFinished], timeline: Timeline) -> bool:
     """Return whether the trace has as many computed tokens as its answers need. A damaged trace may have fewer.
 
-    A request needs its prompt tokens and its output tokens, except the last one, which no stage computes.
+    A request needs its prompt tokens and its output tokens, except the last one, which no stage computes. The tokens
+    that it found in the prefix cache were computed for another request.
     """
     left = sum(event.num_tokens for event in timeline.issued)
     for request in answered:
-        left -= request.prompt_tokens + request.output_tokens - 1
+        left -= request.prompt_tokens - request.cached_tokens + request.output_tokens - 1
         if request.prompt_tokens < 1 or request.output_tokens < 1 or left < 0:
             return False
     return True
+
+
+def _check_hits(answered: Iterable[RequestFinished]) -> None:
+    """Raise CannotTry for requests that were preempted in a run with hits in the prefix cache.
+
+    A trace does not hold the tokens that they found when they started again.
+    """
+    preemptions = sum(request.preemptions for request in answered)
+    cached_tokens = sum(request.cached_tokens for request in answered)
+    if preemptions and cached_tokens:
+        raise CannotTry(
+            f"the run preempted requests {preemptions:,} times and found {cached_tokens:,} tokens in the prefix cache. "
+            f"The simulator repeats only one of the two; try a run with --prefix-cache off, or with more KV pages"
+        )
 
 
 def _sample(timeline: Timeline, count: int, seats: int) -> tuple[int, int]:
@@ -343,7 +371,7 @@ def _asked(answered: Iterable[RequestFinished], seats: float) -> Iterator[_Asked
             arrival_s = max(arrival_s, request.arrived_s)
         first_s = arrival_s if first_s == -inf else first_s
         insort(issues_s, inf if request.first_issue_s is None else request.first_issue_s)
-        yield _Asked(request.prompt_tokens, request.output_tokens, arrival_s - first_s)
+        yield _Asked(request.prompt_tokens, request.output_tokens, arrival_s - first_s, request.cached_tokens)
 
 
 class _Enough(Exception):

@@ -11,7 +11,7 @@ The caller makes the simulation advance step by step, so several simulations can
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from sarathi_pp.core.plan import Chunk, IdleReason, MicroBatch, SampledToken, St
 from sarathi_pp.core.policy.view import Limits, Policy
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.sim.arrivals import Arrivals, InOrder
+from sarathi_pp.sim.fixed_hits import FixedHits
 from sarathi_pp.sim.pipeline import VirtualPipeline
 from sarathi_pp.trace.events import Compute, Event, Head, Issued, RequestArrived, Returned, Starved
 from sarathi_pp.trace.token_times import TokenTimes
@@ -38,6 +39,7 @@ class Simulation:
         record: is called with each event.
         cost: cost model for the policy. The pipeline's own times may differ from it. None: the policy uses no costs.
         heads: chooses the stage of each LM head. None: always the last stage.
+        hits: see FixedHits. None: requests find the pages that the limits' mode of the prefix cache allows.
     """
 
     def __init__(
@@ -48,11 +50,14 @@ class Simulation:
         record: Record,
         cost: CostModel | None = None,
         heads: HeadPlacement | None = None,
+        hits: Sequence[int] | None = None,
     ) -> None:
         self._now_s = 0.0
         self._coordinator = Coordinator(
             limits, policy, stop_rule=self._token_came, clock=lambda: self._now_s, cost=cost, heads=heads
         )
+        if hits is not None:
+            self._coordinator.prefixes = FixedHits(self._coordinator.pool, hits)
         self._pipeline = pipeline
         self._record = record
         self._live: dict[int, TokenTimes] = {}
@@ -130,11 +135,9 @@ class Simulation:
                 self._record(0, Starved(self._now_s, self._starved))
             return False
         self._starved = None
-        pool = self._coordinator.pool
-        held = self._coordinator.held_tokens
-        self._record(0, Issued.of(microbatch, pages_used=pool.num_pages - pool.num_free, tokens_held=held))
+        self._record(0, Issued.of(microbatch, self._coordinator.take_kv_use()))
         for chunk in microbatch.chunks:
-            if chunk.start == 0:
+            if not chunk.decode:
                 self._live[chunk.sequence].issued(self._now_s)
         self._run(microbatch)
         return True

@@ -6,12 +6,17 @@ zipf:n=10000,min=1024,max=4096,theta=0.4,pd=10,seed=0
     SARATHI's (arXiv 2308.16369, section 5.3): total length min + k - 1 with a probability proportional to
     k^-theta, output max(1, round(length / (pd + 1))). The other tokens are the prompt
 uniform:n=32,min=256,max=1024,pd=8,seed=0
-    prompt length uniform from min to max, output max(1, prompt // pd); or output=64 for all requests
+    prompt length uniform from min to max, output max(1, prompt // pd). Or output=64 for all requests, or
+    output=32,output_max=160 for output lengths uniform from 32 to 160
 fixed:n=100,prompt=1024,output=128,seed=0
 poisson:rate=7,SPEC
     the requests of SPEC with Poisson arrivals, `rate` per second; without poisson, all arrive at 0
 then:SPEC+SPEC
     one workload after the other, as if the traffic changed during a run; with arrivals: poisson:rate=7,then:SPEC+SPEC
+
+The first three take shared=1024,groups=8 too: each prompt then begins with the 1024 tokens of one of 8 groups. Groups
+are equally large and come in random order. The lengths stay the same, so each prompt must be longer than `shared`. The
+tokens of a group depend on its number and on `seed`, so workloads with the same seed have the same groups.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ import bisect
 import itertools
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
@@ -30,7 +37,7 @@ from sarathi_pp.sampling_params import SamplingParams
 _VOCABULARY = 32_000
 # Parameters that are numbers of tokens, and the most that they may be. It is more than any pipeline takes, and small
 # enough for zipf, which makes a table of all lengths.
-_TOKENS = {"min", "max", "prompt", "output"}
+_TOKENS = {"min", "max", "prompt", "output", "output_max", "shared"}
 _MOST = 10_000_000
 # Most that the other whole numbers may be.
 _LARGEST = 2**53
@@ -39,6 +46,25 @@ _LEAST_RATIO = 0.001
 # Fewest arrivals per second: one in a lifetime.
 _LEAST_RATE = 1e-9
 Lengths = tuple[int, int]  # prompt and output tokens
+
+
+class _Prefix(NamedTuple):
+    """The tokens with which a prompt begins, drawn from their own seed. Other prompts may begin with them too."""
+
+    seed: str
+    num_tokens: int
+
+    def draw(self, vocabulary: int) -> array[int]:
+        """Return the token ids, below `vocabulary`."""
+        rng = random.Random(self.seed) if self.num_tokens else random
+        return array("i", rng.choices(range(vocabulary), k=self.num_tokens))
+
+
+_NO_PREFIX = _Prefix("", 0)
+
+
+def _no_prefixes() -> Iterator[_Prefix]:
+    return itertools.repeat(_NO_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +85,7 @@ class Workload:
     _draw: Callable[[random.Random], Iterator[Lengths]]
     _seed: int
     _arrivals: Callable[[], Iterator[float]] | None = None
+    _prefixes: Callable[[], Iterator[_Prefix]] = _no_prefixes
 
     @classmethod
     def recorded(
@@ -86,6 +113,19 @@ class Workload:
         """Return whether the workload has times of arrival. Otherwise all requests arrive at 0."""
         return math.isfinite(self.rate) or self._arrivals is not None
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Return whether the workload has prompts that begin with the same tokens. Only a SPEC with `shared` has."""
+        return self._prefixes is not _no_prefixes
+
+    def repeated_tokens(self) -> Iterator[int]:
+        """Yield, request by request, the number of first prompt tokens with which an earlier prompt began too."""
+        seen: dict[str, int] = {}
+        for prefix in itertools.islice(self._prefixes(), self.num_requests):
+            before = seen.get(prefix.seed, 0)
+            yield min(prefix.num_tokens, before)
+            seen[prefix.seed] = max(prefix.num_tokens, before)
+
     def at_rate(self, rate: float) -> Workload:
         """Return the same requests with Poisson arrivals, `rate` per second. They replace any that the workload has."""
         return replace(self, rate=rate, _arrivals=None)
@@ -100,12 +140,16 @@ class Workload:
         """Yield the requests in order of arrival.
 
         Args:
-            token_ids: draw random token ids below `vocabulary`. If False, all ids are 0, which is faster.
+            token_ids: draw random token ids below `vocabulary`. If False, all ids are 0, which is faster. All prompts
+                then begin equally, so no prefix cache may see them.
         """
-        ids, arrivals = random.Random(self._seed + 1), self._arrival_times()
+        ids, arrivals, prefixes = random.Random(self._seed + 1), self._arrival_times(), self._prefixes()
         for index, (prompt, output) in enumerate(self.lengths()):
-            arrival_s = next(arrivals)
-            drawn = tuple(ids.choices(range(vocabulary), k=prompt)) if token_ids else (0,) * prompt
+            arrival_s, prefix = next(arrivals), next(prefixes)
+            drawn = array("i", (0,)) * prompt
+            if token_ids:
+                drawn = prefix.draw(vocabulary)
+                drawn.extend(ids.choices(range(vocabulary), k=prompt - prefix.num_tokens))
             sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, seed=index)
             yield Request(index, drawn, sampling, arrival_s)
 
@@ -169,8 +213,46 @@ def _named(spec: str, kind: str, rest: str) -> Workload:
             raise ConfigError(f"{spec}: {name} is {value:g}; it must be a {kind_of} from {least} to {most:g}")
     if values.get("min", 1) > values.get("max", math.inf):
         raise ConfigError(f"{spec}: min is {values['min']:g}, above max, which is {values['max']:g}")
-    draw, most = build(values)
-    return Workload(spec, int(values["n"]), most, math.inf, draw, int(values["seed"]))
+    if (most_output := values.get("output_max", 0)) and not 1 <= values["output"] <= most_output:
+        raise ConfigError(
+            f"{spec}: output_max is {most_output:g} and output is {values['output']:g}; outputs have from `output` to "
+            f"`output_max` tokens, so give an output from 1 to {most_output:g}"
+        )
+    lengths = build(values)
+    prefixes = _read_prefixes(spec, values, lengths.shortest_prompt)
+    seed = int(values["seed"])
+    return Workload(spec, int(values["n"]), lengths.longest, math.inf, lengths.draw, seed, _prefixes=prefixes)
+
+
+def _read_prefixes(spec: str, values: Mapping[str, float], shortest_prompt: int) -> Callable[[], Iterator[_Prefix]]:
+    """Return a function that yields the prefix of each request, by the parameters `shared` and `groups`."""
+    shared, groups, seed = int(values["shared"]), int(values["groups"]), int(values["seed"])
+    if shared == 0:
+        if groups > 1:
+            raise ConfigError(f"{spec}: groups is {groups}, and nothing is shared; give shared=TOKENS too")
+        return _no_prefixes
+    if shared >= shortest_prompt:
+        raise ConfigError(
+            f"{spec}: shared is {shared}, and the shortest prompt has {shortest_prompt} tokens; each prompt needs a "
+            f"token of its own, so give a smaller `shared` or longer prompts"
+        )
+    return lambda: (_Prefix(f"{seed} {group}", shared) for group in _shuffle(int(values["n"]), groups, seed + 3))
+
+
+def _shuffle(num_requests: int, groups: int, seed: int) -> Iterator[int]:
+    """Yield the group of each request in random order. The sizes of groups differ by at most 1.
+
+    This is the Fisher-Yates shuffle of all request numbers, from the last place to the first. Only the numbers that
+    were moved are in memory.
+    """
+    rng = random.Random(seed)
+    moved: dict[int, int] = {}
+    for last in range(num_requests - 1, -1, -1):
+        place = rng.randint(0, last)
+        number, moved_last = moved.get(place, place), moved.pop(last, last)
+        if place < last:
+            moved[place] = moved_last
+        yield number % groups
 
 
 def _read(spec: str, pairs: list[str], kinds: Mapping[str, Callable[[str], float]]) -> dict[str, float]:
@@ -191,33 +273,48 @@ def _read(spec: str, pairs: list[str], kinds: Mapping[str, Callable[[str], float
     return values
 
 
-def _zipf(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
+class _LengthRule(NamedTuple):
+    """A rule that draws lengths.
+
+    Attributes:
+        longest: most tokens of a request, prompt and output together.
+    """
+
+    draw: Callable[[random.Random], Iterator[Lengths]]
+    longest: int
+    shortest_prompt: int
+
+
+def _zipf(values: Mapping[str, float]) -> _LengthRule:
     low, high, theta, pd = int(values["min"]), int(values["max"]), values["theta"], values["pd"]
     weights = list(itertools.accumulate(k**-theta for k in range(1, high - low + 2)))
 
+    def split(length: int) -> Lengths:
+        output = max(1, round(length / (pd + 1)))
+        return max(1, length - output), output
+
     def draw(rng: random.Random) -> Iterator[Lengths]:
         while True:
-            length = low + min(bisect.bisect_left(weights, rng.random() * weights[-1]), high - low)
-            output = max(1, round(length / (pd + 1)))
-            yield max(1, length - output), output
+            yield split(low + min(bisect.bisect_left(weights, rng.random() * weights[-1]), high - low))
 
-    return draw, high + 1
+    return _LengthRule(draw, high + 1, split(low)[0])
 
 
-def _uniform(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
-    low, high, pd, output = int(values["min"]), int(values["max"]), values["pd"], int(values["output"])
+def _uniform(values: Mapping[str, float]) -> _LengthRule:
+    low, high, pd = int(values["min"]), int(values["max"]), values["pd"]
+    output, most_output = int(values["output"]), int(values["output_max"])
 
     def draw(rng: random.Random) -> Iterator[Lengths]:
         while True:
             prompt = rng.randint(low, high)
-            yield prompt, output or max(1, int(prompt // pd))
+            yield prompt, rng.randint(output, most_output) if most_output else output or max(1, int(prompt // pd))
 
-    return draw, high + (output or max(1, int(high // pd)))
+    return _LengthRule(draw, high + (most_output or output or max(1, int(high // pd))), low)
 
 
-def _fixed(values: Mapping[str, float]) -> tuple[Callable[[random.Random], Iterator[Lengths]], int]:
+def _fixed(values: Mapping[str, float]) -> _LengthRule:
     lengths = int(values["prompt"]), int(values["output"])
-    return lambda rng: itertools.repeat(lengths), sum(lengths)
+    return _LengthRule(lambda rng: itertools.repeat(lengths), sum(lengths), lengths[0])
 
 
 def _joined(spec: str, parts: list[Workload]) -> Workload:
@@ -230,15 +327,32 @@ def _joined(spec: str, parts: list[Workload]) -> Workload:
     def draw(rng: random.Random) -> Iterator[Lengths]:
         return itertools.chain.from_iterable(part.lengths() for part in parts)
 
-    count, most = sum(part.num_requests for part in parts), max(part.max_tokens for part in parts)
-    return Workload(spec, count, most, math.inf, draw, parts[0]._seed)
+    def prefixes() -> Iterator[_Prefix]:
+        return itertools.chain.from_iterable(itertools.islice(part._prefixes(), part.num_requests) for part in parts)
+
+    return Workload(
+        spec,
+        sum(part.num_requests for part in parts),
+        max(part.max_tokens for part in parts),
+        math.inf,
+        draw,
+        parts[0]._seed,
+        _prefixes=prefixes if any(part.shares_prefixes for part in parts) else _no_prefixes,
+    )
 
 
-# Parameters that may be 0, by kind of workload. With output=0, pd gives the output.
-_FROM_ZERO = {"zipf": ("theta", "seed"), "uniform": ("output", "seed"), "fixed": ("seed",)}
-_Builder = Callable[[Mapping[str, float]], tuple[Callable[[random.Random], Iterator[Lengths]], int]]
-_KINDS: dict[str, tuple[dict[str, float], _Builder]] = {
-    "zipf": ({"n": 10000, "min": 1024, "max": 4096, "theta": 0.4, "pd": 10, "seed": 0}, _zipf),
-    "uniform": ({"n": 32, "min": 256, "max": 1024, "pd": 8, "output": 0, "seed": 0}, _uniform),
-    "fixed": ({"n": 100, "prompt": 1024, "output": 128, "seed": 0}, _fixed),
+# Parameters that may be 0, by kind of workload. With output=0, pd gives the output. With output_max=0, `output` does.
+_FROM_ZERO = {
+    "zipf": ("theta", "seed", "shared"),
+    "uniform": ("output", "output_max", "seed", "shared"),
+    "fixed": ("seed", "shared"),
+}
+_NOTHING_SHARED = {"shared": 0, "groups": 1}
+_KINDS: dict[str, tuple[dict[str, float], Callable[[Mapping[str, float]], _LengthRule]]] = {
+    "zipf": ({"n": 10000, "min": 1024, "max": 4096, "theta": 0.4, "pd": 10, "seed": 0, **_NOTHING_SHARED}, _zipf),
+    "uniform": (
+        {"n": 32, "min": 256, "max": 1024, "pd": 8, "output": 0, "output_max": 0, "seed": 0, **_NOTHING_SHARED},
+        _uniform,
+    ),
+    "fixed": ({"n": 100, "prompt": 1024, "output": 128, "seed": 0, **_NOTHING_SHARED}, _fixed),
 }

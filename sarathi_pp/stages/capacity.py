@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.config import PrefixCacheMode, ResolvedRun, RunConfig
+from sarathi_pp.core.pages import most_idle_pages
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -165,6 +167,7 @@ def resolve(
     device: str,
     attention: str,
     moves_head: bool = False,
+    equal_decodes: bool = False,
 ) -> ResolvedRun:
     """Return the resolved run: the user's options, with a value for each option that was left open.
 
@@ -174,11 +177,12 @@ def resolve(
         layers: [first, end) of each stage.
         pages: number of KV pages that each stage can hold. The run uses the smallest.
         moves_head: see ResolvedRun.
+        equal_decodes: see StageMaker, of all stages.
 
     Raises:
         ConfigError: --max-model-len is larger than the number of positions that the model supports.
     """
-    limits = resolve_limits(config, facts, len(layers), pages, page_size)
+    limits = resolve_limits(config, facts, len(layers), pages, page_size, equal_decodes=equal_decodes)
     return ResolvedRun(
         model=config.model,
         policy=config.policy,
@@ -199,11 +203,18 @@ def resolve(
         replicas=config.replicas,
         tensor_parallel_size=config.tensor_parallel_size,
         moves_head=moves_head,
+        prefix_cache=limits.prefix_cache,
     )
 
 
 def resolve_limits(
-    config: RunConfig, facts: ModelFacts, num_stages: int, pages: Sequence[int], page_size: int
+    config: RunConfig,
+    facts: ModelFacts,
+    num_stages: int,
+    pages: Sequence[int],
+    page_size: int,
+    *,
+    equal_decodes: bool = False,
 ) -> Limits:
     """Return the limits that scheduling needs, before the run is resolved. Raise the same errors as `resolve`.
 
@@ -211,6 +222,7 @@ def resolve_limits(
         pages: number of KV pages that each stage can hold. Empty if they are not counted yet. Then the result has
             pages for all sequences that may run at once. The later run has at most as many pages, so its microbatches
             are not larger than these limits allow.
+        equal_decodes: see StageMaker, of all stages.
     """
     policy = parse_policy(config.policy)
     max_model_len = facts.max_model_len(config.max_model_len)
@@ -226,7 +238,15 @@ def resolve_limits(
         page_size=page_size,
         num_pages=num_pages,
         inflight=config.inflight or policy.inflight(num_stages),
+        prefix_cache=_prefix_cache(config, equal_decodes=equal_decodes),
     )
+
+
+def _prefix_cache(config: RunConfig, *, equal_decodes: bool) -> PrefixCacheMode:
+    """Return the mode of the prefix cache. "auto" shares no page in which decodes may have written other bits."""
+    if config.prefix_cache != "auto":
+        return cast(PrefixCacheMode, config.prefix_cache)
+    return "all" if equal_decodes else "prompts"
 
 
 def limits_of(run: ResolvedRun, longrope_after: int | None = None) -> Limits:
@@ -244,4 +264,6 @@ def limits_of(run: ResolvedRun, longrope_after: int | None = None) -> Limits:
         num_pages=run.num_pages,
         inflight=run.inflight,
         longrope_after=longrope_after,
+        prefix_cache=run.prefix_cache,
+        most_idle_pages=most_idle_pages(run.device, run.num_pages),
     )

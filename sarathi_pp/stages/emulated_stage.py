@@ -138,6 +138,7 @@ class EmulatedStages:
     attention = "emulated"
     products = "emulated"
     device_name = "emulated"
+    equal_decodes = True
 
     def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:
         self.has_head = moves_head

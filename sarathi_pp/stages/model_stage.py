@@ -24,6 +24,7 @@ from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.drawing.sampling import sample
 from sarathi_pp.errors import CapacityError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
+from sarathi_pp.model.batch_invariant import has_equal_decodes
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.checkpoint.weights import HeldTypes
@@ -91,6 +92,7 @@ class ModelStages:
         self.page_size = config.page_size or backend.default_page_size
         self.attention = backend.name
         self.products = product_name(dtype, device)
+        self.equal_decodes = has_equal_decodes(dtype, self.attention, self.products)
         self.device_name = device.type
         self._config = config
         self._backend = backend

@@ -111,6 +111,7 @@ class StageMaker(Protocol):
         attention: name of the attention backend.
         products: name of what computes linear layers, such as numba.
         device_name: type of the device, for the reports.
+        equal_decodes: a decode writes the same keys and values as a prompt chunk would, to the last bit.
         has_head: True if the run wants the first stage to have the LM head too. On the first stage, `load` sets it to
             False if there is no room.
         reading: an object whose text shows how much of the weights `load` has read.
@@ -124,6 +125,8 @@ class StageMaker(Protocol):
     def products(self) -> str: ...
     @property
     def device_name(self) -> str: ...
+    @property
+    def equal_decodes(self) -> bool: ...
     @property
     def has_head(self) -> bool: ...
     @property

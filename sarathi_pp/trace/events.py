@@ -20,7 +20,9 @@ from math import isfinite
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
+from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.cost.model import Load
+from sarathi_pp.core.pages import KVUse
 from sarathi_pp.core.plan import IdleReason, MicroBatch
 from sarathi_pp.core.request import FinishReason
 from sarathi_pp.core.request_index import SEQUENCE_PATTERN, index_of
@@ -45,6 +47,7 @@ class TraceStart:
         replica: index of this pipeline among num_replicas. With several replicas, "rank 0" in this module means the
             rank that leads this replica.
         replica_offset_s: seconds to add to a time on that rank's clock to get the time on the run's clock.
+        prefix_cache: mode of the prefix cache.
     """
 
     at_s: float
@@ -66,6 +69,7 @@ class TraceStart:
     replica: int = 0
     num_replicas: int = 1
     replica_offset_s: float = 0.0
+    prefix_cache: PrefixCacheMode = "off"
     schema: str = SCHEMA
 
 
@@ -78,6 +82,7 @@ class Issued:
         prefill_tokens, decodes, decode_context, prefill_attention: see Load in core/cost/model.py.
         pages_used: number of KV pages in use now, with those of this microbatch.
         tokens_held: number of tokens in these pages.
+        idle_pages, cached_tokens, resumed_tokens, evictions: see KVUse in core/pages.py.
     """
 
     microbatch: int
@@ -89,9 +94,13 @@ class Issued:
     prefill_attention: float
     pages_used: int
     tokens_held: int
+    idle_pages: int = 0
+    cached_tokens: int = 0
+    resumed_tokens: int = 0
+    evictions: int = 0
 
     @classmethod
-    def of(cls, microbatch: MicroBatch, *, pages_used: int, tokens_held: int) -> Issued:
+    def of(cls, microbatch: MicroBatch, use: KVUse) -> Issued:
         load = Load.of(microbatch)
         return cls(
             microbatch.index,
@@ -101,8 +110,7 @@ class Issued:
             load.decodes,
             load.decode_context,
             load.prefill_attention,
-            pages_used,
-            tokens_held,
+            *use,
         )
 
     @property
@@ -222,6 +230,7 @@ class RequestFinished:
         first_token_s: time of the first output token; None without output.
         gaps_us: whole microseconds from each output token to the next, output_tokens - 1 of them. All are kept, since
             they take no more room than the printed microbatches that computed the tokens.
+        cached_tokens: number of its prompt tokens that were found in the prefix cache when it first started.
     """
 
     index: int
@@ -234,6 +243,7 @@ class RequestFinished:
     finish_reason: FinishReason
     preemptions: int = 0
     gaps_us: Sequence[int] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,11 +348,16 @@ _SHORT = {
     "prefill_attention": "pa",
     "pages_used": "kp",
     "tokens_held": "kt",
+    "idle_pages": "ki",
     "gaps_us": "g",
 }
 
-# Fields that are not written if they are None.
-_OPTIONAL = {"mask_s"}
+# Fields that are not written if they have this value. So a trace without their feature has the form that it had before.
+_OPTIONAL: dict[str, object] = {
+    "mask_s": None,
+    "prefix_cache": "off",
+    **dict.fromkeys(("idle_pages", "cached_tokens", "resumed_tokens", "evictions"), 0),
+}
 
 # Written numbers never exceed these limits: int64, and integers that a float holds exactly.
 _LARGEST_INT = 2**63 - 1
@@ -373,6 +388,7 @@ _LEGAL: dict[object, Callable[[object], bool]] = {
     CutReason: lambda value: value in get_args(CutReason),
     IdleReason: lambda value: value in get_args(IdleReason),
     FinishReason: lambda value: value in get_args(FinishReason),
+    PrefixCacheMode: lambda value: value in get_args(PrefixCacheMode),
 }
 
 
@@ -383,7 +399,7 @@ class _Layout(NamedTuple):
         name: value of the key "e".
         fields: names of the fields.
         keys: their JSON keys.
-        optional: the JSON keys that may be missing, with None as their value.
+        optional: the JSON keys that may be missing, with their value in that case.
         legal: a check for the value of each field.
         values: returns the values of all fields of an event.
     """
@@ -391,7 +407,7 @@ class _Layout(NamedTuple):
     name: str
     fields: tuple[str, ...]
     keys: tuple[str, ...]
-    optional: dict[str, None]
+    optional: dict[str, object]
     key_set: frozenset[str]
     legal: tuple[Callable[[object], bool], ...]
     values: Callable[[Event], tuple[object, ...]]
@@ -400,7 +416,7 @@ class _Layout(NamedTuple):
     def of(cls, name: str, kind: type[Event]) -> _Layout:
         names = tuple(field.name for field in fields(kind))
         keys = tuple(_SHORT.get(field, field) for field in names)
-        optional = {_SHORT.get(field, field): None for field in names if field in _OPTIONAL}
+        optional = {_SHORT.get(field, field): _OPTIONAL[field] for field in names if field in _OPTIONAL}
         types = get_type_hints(kind)
         legal = tuple(_LEGAL[types[one]] for one in names)
         # For one name, attrgetter returns a value and not a tuple.
@@ -420,8 +436,8 @@ def encode(event: Event) -> str:
     """
     layout = _LAYOUTS[type(event)]
     written = {"e": layout.name, **dict(zip(layout.keys, layout.values(event), strict=True))}
-    for key in layout.optional:
-        if written[key] is None:
+    for key, usual in layout.optional.items():
+        if written[key] == usual:
             del written[key]
     return _to_json(written)
 

@@ -44,4 +44,5 @@ class TokenTimes:
             completion.finish_reason,
             completion.num_preemptions,
             tuple(self._gaps_us),
+            completion.cached_tokens,
         )

@@ -89,8 +89,12 @@ def run_profile(
 
 
 def calibration_config(config: RunConfig) -> RunConfig:
-    """Return the configuration of the calibration run that measures the stages of a run with this configuration."""
-    return replace(config, policy=f"calibration:seed={config.seed}", chunk_size=MOST_TOKENS, inflight=None, head="last")
+    """Return the configuration of the calibration run that measures the stages of a run with this configuration.
+
+    Its microbatches must compute all tokens of the timetable, so no page may be shared.
+    """
+    policy = f"calibration:seed={config.seed}"
+    return replace(config, policy=policy, chunk_size=MOST_TOKENS, inflight=None, head="last", prefix_cache="off")
 
 
 def _answer(rank: Rank, display: Display) -> None:

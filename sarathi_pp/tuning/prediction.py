@@ -17,11 +17,13 @@ _MOST_REQUESTS = 300
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The work of a workload, as sums over its requests.
+    """The work of a workload, as sums over its requests. Tokens with which an earlier prompt began too are left out.
 
     Attributes:
+        prompt_tokens: prompt tokens to compute.
         decodes: number of decodes. The first token of an output comes with its prompt, and is not a decode.
-        pair_tokens: pairs of tokens that the attention of prompts computes: the sum of x*x/2 over prompts of x tokens.
+        pair_tokens: pairs of tokens that the attention of prompts computes: the sum of x*x/2 over prompts of x tokens,
+            less the pairs within the tokens that are left out.
         key_tokens: tokens whose keys and values the decodes read, summed over all decodes.
     """
 
@@ -35,10 +37,10 @@ class Demand:
     def of(cls, workload: Workload) -> Demand:
         prompt_tokens = decodes = 0
         pair_tokens = key_tokens = 0.0
-        for prompt, output in workload.lengths():
-            prompt_tokens += prompt
+        for (prompt, output), known in zip(workload.lengths(), workload.repeated_tokens(), strict=True):
+            prompt_tokens += prompt - known
             decodes += output - 1
-            pair_tokens += prompt * prompt / 2
+            pair_tokens += (prompt * prompt - known * known) / 2
             key_tokens += (output - 1) * (prompt + output / 2)
         return cls(workload.num_requests, prompt_tokens, decodes, pair_tokens, key_tokens)
 
@@ -52,7 +54,7 @@ class Demand:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean number of tokens of a request in the KV cache. Half of its output counts, because outputs grow."""
+        """Mean number of tokens that a request adds to the KV cache. Half of its output counts, because it grows."""
         return (self.prompt_tokens + self.decodes / 2) / self.num_requests
 
     def load(self, prefill: float, decodes: float) -> Load:
@@ -84,7 +86,8 @@ class Prediction:
 def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Prediction:
     """Predict the result of a run: simulate its policy on the stages of a profile.
 
-    Only the first 300 requests of a long workload are simulated. The others are assumed to be like them.
+    Only the first 300 requests of a long workload are simulated. The others are assumed to be like them. Without shared
+    prefixes, the simulation has no prefix cache, since it would find hardly anything.
 
     Raises:
         ConfigError: the workload has requests that do not fit into the KV cache.
@@ -99,6 +102,7 @@ def predict(profile: Profile, workload: Workload, run: ResolvedRun) -> Predictio
         max_model_len=max(run.max_model_len, sample.max_tokens),
         inflight=run.inflight,
         head="auto" if run.moves_head else "last",
+        prefix_cache=run.prefix_cache if sample.shares_prefixes else "off",
     )
     report = report_of(experiment)
     longer = _tokens(workload) / _tokens(sample)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
-from sarathi_pp.core.draw_rules import MOST_BYTES, MOST_MICROBATCH_BYTES, Failure
+from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
+from sarathi_pp.core.pages import MOST_SHARED_PAGES
 from sarathi_pp.core.plan import (
     Chunk,
     ChunkLogprobs,
@@ -464,7 +465,7 @@ def _cut_rules(integers: Sequence[int], start: int, flags: Sequence[int]) -> tup
             continue
         length = integers[start]
         words = integers[start + 1 : start + 1 - (-length // _WORD_BYTES)]
-        if not 0 < length <= MOST_BYTES or len(words) != -(-length // _WORD_BYTES):
+        if not 0 < length <= MOST_MICROBATCH_BYTES or len(words) != -(-length // _WORD_BYTES):
             raise ValueError(f"rules of {length} bytes in {len(words)} integers")
         start += 1 + len(words)
         found.append(struct.pack(f"<{len(words)}q", *words)[:length])
@@ -497,7 +498,7 @@ def _expect(legal: bool, what: str) -> None:
 SMALL_FRAME_BYTES = payload_start(_COUNTS.size + 8 * 3)
 
 
-def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int) -> int:
+def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stages: int, shares_pages: bool) -> int:
     """Return the bytes of the largest legal message of a run, without its payload.
 
     Receivers prepare buffers of this size in advance. Senders check that no message is larger.
@@ -506,9 +507,10 @@ def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stage
         max_tokens: most tokens of one microbatch.
         max_seqs: most running sequences of the pipeline.
         page_size: tokens per KV page.
+        shares_pages: sequences may start with pages that are not empty.
     """
     chunks = min(max_tokens, max_seqs)
-    pages = -(-max_tokens // page_size) + chunks
+    pages = -(-max_tokens // page_size) + chunks + MOST_SHARED_PAGES * shares_pages
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
     rules = 2 * chunks + MOST_MICROBATCH_BYTES // _WORD_BYTES
     integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 7 * chunks + rules

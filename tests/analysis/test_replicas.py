@@ -121,3 +121,34 @@ def test_notes_say_of_which_replica_they_are():
 def test_a_replica_that_ran_nothing_changes_no_window():
     report = summarise_replicas([replica(0, 8, 1.0), replica(1, 0, 1.0)])
     assert report["wall_s"] == pytest.approx(9.0) and report["completed"] == 8
+
+
+def cached(saved_s: float | None, evictions: int, prompt_tokens: int = 100) -> dict[str, object]:
+    counts = {"prompt_tokens": prompt_tokens, "cached_tokens": 30, "resumed_tokens": 5, "computed_prompt_tokens": 75}
+    figures = {"evictions": evictions, "idle_pages_most": evictions, "saved_compute_s": saved_s}
+    return {"mode": "all", "hit_rate": 30 / prompt_tokens, **counts, **figures}
+
+
+def test_prefix_caches_are_summed_and_the_idle_pages_are_the_most_of_one():
+    both = [replica(0, 8, 1.0), replica(1, 4, 1.0, offset_s=20.0)]
+    assert summarise_replicas(both)["prefix_cache"] is None
+    assert summarise_replicas(both)["computed_tokens_per_s"] == pytest.approx(12 * 10 / 25)
+
+    def summed(*caches: dict[str, object]) -> dict[str, object]:
+        having = (
+            replace(one, report=one.report | {"prefix_cache": cache}) for one, cache in zip(both, caches, strict=True)
+        )
+        return summarise_replicas(list(having))["prefix_cache"]
+
+    assert summed(cached(2.0, 3), cached(1.5, 7, prompt_tokens=200)) == {
+        "mode": "all",
+        "prompt_tokens": 300,
+        "cached_tokens": 60,
+        "hit_rate": 0.2,
+        "resumed_tokens": 10,
+        "computed_prompt_tokens": 150,
+        "evictions": 10,
+        "idle_pages_most": 7,
+        "saved_compute_s": 3.5,
+    }
+    assert summed(cached(2.0, 3), cached(None, 7))["saved_compute_s"] is None

@@ -88,6 +88,7 @@ GOLDEN = {
     "output_tokens": 8,
     "total_tokens_per_s": 88 / 9,
     "output_tokens_per_s": 8 / 9,
+    "computed_tokens_per_s": 80 / 9,
     "chunk_throughput": 8 / 9,
     "bubble_ratio": 1 / 9,
     "bubble_ratio_steady": 0.0,
@@ -110,6 +111,7 @@ GOLDEN = {
     "microbatch_time_cv": 0.0,
     "microbatch_tokens_cv": 0.0,
     "kv": {"pages": 100, "page_size": 16, "peak_used": 2, "mean_used": 2.0, "fragmentation": 0.25},
+    "prefix_cache": None,
     "preemptions": 0,
     "clock_uncertainty_s": 0.0,
     "closing_error": 0.0,
@@ -306,3 +308,59 @@ def test_traces_that_cannot_be_used(traces: list[list[Event]], message: str) -> 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(MissingError):
         summarise([tmp_path / "none.jsonl"])
+
+
+def cached_run() -> list[Event]:
+    """Return the trace of four requests. One finds 32 of its 40 tokens, and another 16 when it starts again."""
+    return [
+        replace(start(0, 1), prefix_cache="prompts"),
+        *(RequestArrived(index, 0.0, 40) for index in range(4)),
+        Issued(0, 0.0, "m0[s0:0+40]", 40, 0, 0, 800.0, 3, 40),
+        Issued(1, 1.0, "m1[s1:32+8 | d s0:40]", 8, 1, 41, 288.0, 4, 49, idle_pages=7, cached_tokens=32),
+        Issued(2, 2.0, "m2[s0.1:16+25]", 25, 0, 0, 712.5, 4, 49, idle_pages=5, resumed_tokens=16, evictions=3),
+        Issued(3, 3.0, "m3[s2:32+8]", 8, 0, 0, 288.0, 4, 49, idle_pages=9, cached_tokens=32, evictions=4),
+        *(Compute(m, float(m), float(m), float(m), m + 1.0) for m in range(3)),
+        *(Returned(m, m + 1.0) for m in range(3)),
+        RequestFinished(0, 0.0, 0.0, 1.0, 3.0, 40, 3, "length", preemptions=1),
+        RequestFinished(1, 0.0, 1.0, 2.0, 2.0, 40, 1, "length", cached_tokens=32),
+        RequestFinished(2, 0.0, 2.0, None, 2.0, 40, 0, "error", cached_tokens=32),
+        RequestFinished(3, 0.0, None, None, 2.0, 40, 0, "length"),
+    ]
+
+
+def test_prefix_cache_figures_are_of_requests_that_ran_and_microbatches_with_results() -> None:
+    """The microbatch without a result, the failed request and the one that never ran do not count."""
+    report = summarise([cached_run()])
+    assert report["prefix_cache"] == {
+        "mode": "prompts",
+        "prompt_tokens": 80,
+        "cached_tokens": 32,
+        "hit_rate": 0.4,
+        "resumed_tokens": 16,
+        "computed_prompt_tokens": 73,
+        "evictions": 3,
+        "idle_pages_most": 7,
+        "saved_compute_s": None,
+    }
+    assert report["prompt_tokens"] == 120 and report["total_tokens_per_s"] == pytest.approx(124 / 3)
+    assert report["computed_tokens_per_s"] == pytest.approx(74 / 3)
+
+
+def test_computed_and_cached_tokens_add_up() -> None:
+    """Request 0 knew 41 tokens when it started again. It found 16 of these, and 25 were computed."""
+    cache = summarise([cached_run()])["prefix_cache"]
+    again = 41 - cache["resumed_tokens"]
+    assert cache["computed_prompt_tokens"] == cache["prompt_tokens"] - cache["cached_tokens"] + again
+
+
+def test_the_compute_saved_is_that_of_the_tokens_found_on_all_stages() -> None:
+    stages = tuple(StageCost((0, 1), 9.0, a1, a2, 9.0, 9.0) for a1, a2 in ((0.5, 0.25), (0.125, 0.0)))
+    report = summarise([cached_run()], fit=Fitted(CostModel(4, stages[:1]), 0.0))
+    assert report["prefix_cache"]["saved_compute_s"] == 0.5 * 32 / 4 + 0.25 * 32**2 / 2
+    assert CostModel(4, stages).prefix_seconds(32) == (0.5 + 0.125) * 32 / 4 + 0.25 * 32**2 / 2
+    assert CostModel(4, stages).prefix_seconds(0) == 0.0
+
+
+def test_a_cache_that_no_request_has_used_has_no_hit_rate() -> None:
+    cache = summarise([[replace(start(0, 1), prefix_cache="all")]])["prefix_cache"]
+    assert (cache["mode"], cache["hit_rate"], cache["idle_pages_most"]) == ("all", None, 0)

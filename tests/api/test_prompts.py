@@ -30,9 +30,18 @@ def test_token_ids(prompts: Any) -> None:
         ({"prompt": [1]}, "prompts holds .* must be a string"),
         ({"prompt_token_ids": "ab"}, "prompts holds .* must be a string"),
         ({"prompt_token_ids": [1.5]}, "prompts holds .* must be a string"),
+        ({"prompt": "a", "cache_salt": ""}, "the cache_salt ''. Give a text of 1 to 256 characters"),
+        ({"prompt": "a", "cache_salt": 3}, "the cache_salt 3. Give a text"),
+        ({"prompt": "a", "cache_salt": "x" * 257}, "Give a text of 1 to 256 characters"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "Give a text of 1 to 256 characters"),
     ],
 )
 def test_other_dictionaries_are_refused(prompt: Any, says: str) -> None:
     for prompts in (prompt, ["fine", prompt]):
         with pytest.raises(ConfigError, match=says):
             prompt_lines(prompts)
+
+
+def test_a_prompt_may_have_a_salt() -> None:
+    prompts = [{"prompt": "a", "cache_salt": "x"}, {"prompt_token_ids": [1], "cache_salt": None}, "b"]
+    assert [line.cache_salt for line in prompt_lines(prompts)] == ["x", "", ""]  # type: ignore[arg-type]

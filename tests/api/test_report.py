@@ -57,3 +57,20 @@ def test_no_report_after_an_exception_in_the_block() -> None:
     with pytest.raises(ZeroDivisionError), LLM(ADDER) as model:
         raise ZeroDivisionError
     assert model.report() is None
+
+
+def test_answers_and_the_report_have_the_number_of_cached_tokens() -> None:
+    """The prompts have 33 and 34 tokens. Whole pages of 16 are shared, and the last token is always computed."""
+    prompt = [5] * 33
+    with LLM(ADDER, stages=2, prefix_cache="all") as model:
+        (first,) = model.generate([prompt], FEW)
+        (second, refused) = model.generate([[*prompt, 6], [100_000]], FEW)
+        (both,) = model.generate([prompt], SamplingParams(max_tokens=2, n=2, temperature=1.0))
+        report = model.report()
+    assert (first.num_cached_tokens, second.num_cached_tokens, refused.num_cached_tokens) == (0, 32, None)
+    assert (both.num_cached_tokens, [one.metrics["cached_tokens"] for one in both.outputs]) == (32, [32, 32])
+    assert second.metrics["cached_tokens"] == 32
+    assert report is not None
+    cache = report["prefix_cache"]
+    assert (cache["mode"], cache["prompt_tokens"], cache["cached_tokens"]) == ("all", 33 + 34 + 2 * 33, 3 * 32)
+    assert cache["computed_prompt_tokens"] == 33 + 2 + 2 * 1

@@ -111,7 +111,9 @@ class Pipeline:
             )
             self.threads.append(serving(last, edges[0]))
         chosen = make_policy("sarathi")
-        policy: Any = SimpleNamespace(pick=faults.watched("policy.pick", chosen.pick), max_tokens=chosen.max_tokens)
+        policy: Any = SimpleNamespace(
+            pick=faults.watched("policy.pick", chosen.pick), max_tokens=chosen.max_tokens, holds_sequences=True
+        )
         self.engine = Engine(
             Limits(num_stages, 8, 4, 64, PAGE_SIZE, NUM_PAGES, inflight),
             policy,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sarathi_pp.bench.floor import Floor
+from sarathi_pp.bench.floor import Floor, shared_tokens
 from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
 
 SHAPE: dict[str, Any] = {
@@ -45,3 +45,20 @@ def test_weights_are_read_once_a_step_and_keys_by_every_decode() -> None:
 def test_a_workload_that_only_reads_prompts_is_bound_by_arithmetic() -> None:
     floor = Floor.of(WHOLE, [(1000, 1)] * 10)
     assert floor.seconds == floor.arithmetic_s > floor.reading_s
+
+
+def test_tokens_that_prompts_share_are_computed_once() -> None:
+    """A prompt of 5 tokens after 4 shared ones costs what the positions 4 to 8 cost, and reads all keys."""
+    shared, apart = Floor.of(WHOLE, [(9, 3), (9, 3)], [0, 4]), Floor.of(WHOLE, [(9, 3), (9, 3)])
+    flops = sum(2 * WEIGHTS * LAYERS + LAYERS * 4 * (4 * 3) * (position + 0.5) for position in range(4))
+    assert apart.arithmetic_s - shared.arithmetic_s == pytest.approx(flops / FLOPS)
+    assert apart.reading_s == shared.reading_s
+
+
+def test_each_distinct_beginning_is_computed_by_one_prompt() -> None:
+    prompts = [(1, 2, 3), (1, 2, 4, 5), (9,), (1, 2, 3), (1,), (1, 2, 4, 6, 7)]
+    assert shared_tokens(prompts) == [1, 2, 0, 2, 0, 3]
+    distinct = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
+    # The second (1, 2, 3) computes its last token again.
+    assert sum(map(len, prompts)) - sum(shared_tokens(prompts)) == len(distinct) + 1
+    assert shared_tokens([(1, 2), (2, 1)]) == [0, 0] and shared_tokens([]) == []

@@ -22,6 +22,7 @@ import click
 import pytest
 
 from sarathi_pp.bench.contest import Run, Work
+from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.policy import POLICIES, parse_policy
 from sarathi_pp.sim.experiment import Experiment, simulate
 from sarathi_pp.sim.presets import preset
@@ -228,6 +229,55 @@ def test_rivals_are_taken_from_a_record_and_some_are_run_again(
     path.write_text(json.dumps({"commit": "c0ffee", "runs": runs}))
     with pytest.raises(click.ClickException, match="differs from the record"):
         compare.Known(path).complete([ours, *rivals])
+
+
+def test_policies_are_compared_with_and_without_the_prefix_cache(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = load("compare_prefix_cache")
+    work = comparison.MAIN._replace(policies=("balanced", "vllm"), shared=128, groups=2)
+    cases = [
+        comparison.Case(work, policy, mode, 10, seed)
+        for policy in work.policies
+        for mode in comparison.MODES
+        for seed in (0, 1)
+    ]
+    runs = [comparison.run(case) for case in cases]
+    runs.append(comparison.run(cases[0]._replace(chunk_size=64)))
+    assert runs[-1]["wall_s"] != runs[0]["wall_s"]
+    table = comparison.rows([work], runs)
+    assert [row["policy"] for row in table] == ["balanced", "vllm"]
+    for row, (first, second) in zip(table, (runs[:2], runs[4:6]), strict=True):
+        assert row["off"]["wall_s"] == (first["wall_s"] + second["wall_s"]) / 2
+        assert row["off"]["hit_rate"] == 0 < row["on"]["hit_rate"] < 1 < row["times_faster"]
+    lines = comparison.markdown(table).splitlines()
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    assert comparison.has_same_schedule("vllm", 8, 0)
+    monkeypatch.setattr(comparison, "NOTHING_SHARED", work)
+    assert not comparison.has_same_schedule("vllm", 8, 0)
+    sizes = [
+        {"policy": "vllm", "chunk_size": size, "off": {"wall_s": size / 10, "steady": 0.5}, "on": table[1]["on"]}
+        for size in comparison.CHUNK_SIZES
+    ]
+    _, _, off, on = comparison.markdown_of_sizes(sizes).splitlines()
+    assert off.startswith("| vllm | off | 6.4 s, 50.0% | 12.8 s, 50.0% | 25.6 s,") and off.count("|") == on.count("|")
+    texts = [event.text for event in simulate(cases[-1].experiment()).issued]
+    middle = [MicroBatch.parse(text) for text in texts[len(texts) // 4 : -(len(texts) // 4)]]
+    assert comparison.microbatches(cases[-1]) == {
+        "policy": "vllm",
+        "prefix_cache": "all",
+        "decodes": pytest.approx(sum(one.num_decodes for one in middle) / len(middle)),
+        "with_prefill": sum(one.num_tokens > one.num_decodes for one in middle) / len(middle),
+    }
+
+
+def test_requests_are_sorted_by_their_groups(load: Load) -> None:
+    comparison = load("compare_prefix_cache")
+    work = comparison.MAIN._replace(is_sorted=True)
+    shuffled, ordered = (comparison.Case(one, "vllm", "all", 40, 0).experiment() for one in (comparison.MAIN, work))
+    prompts = [tuple(request.prompt_token_ids) for request in ordered.workload.requests()]
+    groups = [prompt[:1024] for prompt in prompts]
+    assert [groups.index(group) for group in groups] == [index // 5 * 5 for index in range(40)]
+    assert sorted(prompts) == sorted(tuple(request.prompt_token_ids) for request in shuffled.workload.requests())
+    assert [request.index for request in ordered.workload.requests()] == list(range(40))
 
 
 def test_a_record_names_its_commit_command_and_machine(

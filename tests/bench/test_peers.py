@@ -17,7 +17,7 @@ ASKED = Path("asked.json")
 
 
 def test_parameters_have_defaults_and_are_replaced_by_name() -> None:
-    defaults = {"dtype": "auto", "tokens": "512", "pp": "1", "launch": "own", "kv": "4"}
+    defaults = {"dtype": "auto", "tokens": "512", "pp": "1", "launch": "own", "kv": "4", "prefix": "on"}
     assert parse_peer("vllm-cpu").parameters == defaults
     assert parse_peer("vllm-cpu:tokens=256,pp=2").parameters["tokens"] == "256"
 

@@ -15,7 +15,8 @@ from tests.machine import patient
 pytestmark = pytest.mark.timeout(300)
 
 ADDER = ROOT / "examples" / "tiny-adder"
-WORKLOAD = "uniform:n=6,min=20,max=90,pd=8,seed=3"
+# The prompts of three requests begin with the same 18 tokens, so they share a page of 16.
+WORKLOAD = "uniform:n=6,min=20,max=90,pd=8,seed=3,shared=18,groups=2"
 BENCH = (*COMMAND, "bench", "--model", str(ADDER), "--workload", WORKLOAD, "--kv-cache-memory", "4MiB")
 
 

@@ -66,7 +66,9 @@ def answers(files: Files) -> dict[str, dict[str, Any]]:
     found = {}
     for line in map(json.loads, files.output.read_text().splitlines()):
         line.pop("metrics", None)
-        (line.get("response") or {}).get("body", {}).pop("created", None)
+        body = (line.get("response") or {}).get("body", {})
+        body.pop("created", None)
+        body.get("usage", {}).pop("prompt_tokens_details", None)
         found[line.get("custom_id") or line["id"]] = line
     return found
 

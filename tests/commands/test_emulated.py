@@ -45,7 +45,7 @@ def emulate(folder: Path, stages: int, lengths: list[int], *options: str, **coef
     files = Files(folder)
     profile = write_profile(folder / "profile.json", stages, **coefficients)
     files.write_prompts([tuple(range(3, 3 + length)) for length in lengths], max_new_tokens=1)
-    where = ("--input", str(files.input), "--output", str(files.output))
+    where = ("--input", str(files.input), "--output", str(files.output), "--prefix-cache", "off")
     command = ("generate", "--emulate", str(profile), "--stages", str(stages), *where, "--quiet", *options)
     run((*COMMAND, *command), folder, timeout_s=120)
     assert len(files.rows()) == len(lengths)
@@ -184,3 +184,40 @@ def test_what_cannot_be_emulated_is_refused(options, code, message, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == code
     assert message in " ".join(done.stderr.split())
+
+
+def test_prompts_with_a_common_beginning_compute_it_once(tmp_path):
+    """Two prompts of 64 tokens, one after the other, begin with the same 40: two whole pages of 16.
+
+    The first one leaves 4 full pages behind. The second one holds 2 of them, so 2 are idle while it runs.
+    """
+    profile, files = write_profile(tmp_path / "profile.json", 2, a0=0.01), Files(tmp_path)
+    files.write_prompts([(*range(3, 43), *range(base, base + 24)) for base in (50, 80)], max_new_tokens=3)
+    where = ("--input", str(files.input), "--output", str(files.output), "--max-num-seqs", "1", "--chunk-size", "16")
+    command = (*COMMAND, "generate", "--emulate", str(profile), "--stages", "2", "--policy", "sarathi", *where)
+    caching = ("--page-size", "16", "--prefix-cache", "prompts", "--quiet")
+    run((*command, *caching), tmp_path, timeout_s=120)
+    report = files.report()
+    cache, saved_s = report["prefix_cache"], report["prefix_cache"]["saved_compute_s"]
+    assert cache == {
+        "mode": "prompts",
+        "prompt_tokens": 128,
+        "cached_tokens": 32,
+        "hit_rate": 0.25,
+        "resumed_tokens": 0,
+        "computed_prompt_tokens": 96,
+        "evictions": 0,
+        "idle_pages_most": 2,
+        "saved_compute_s": saved_s,
+    }
+    assert report["microbatches"] == 4 + 2 + 2 + 2 and saved_s is not None and saved_s >= 0
+    assert report["computed_tokens_per_s"] == pytest.approx((96 + 2 * 2) / report["wall_s"])
+    assert report["total_tokens_per_s"] == pytest.approx((128 + 2 * 3) / report["wall_s"])
+    assert sorted(row["metrics"]["cached_tokens"] for row in files.rows()) == [0, 32]
+    shown = run((*COMMAND, "report", str(files.output) + ".run"), tmp_path, timeout_s=120)
+    assert "prefix cache: 25.0% of prompt tokens found (32 of 128)" in shown.stdout
+    assert run((*COMMAND, "report", str(files.output) + ".run", "--json"), tmp_path, timeout_s=120)
+    files.output.unlink()
+    run((*command, "--overwrite", "--prefix-cache", "off", "--quiet"), tmp_path, timeout_s=120)
+    assert files.report()["prefix_cache"] is None
+    assert {row["metrics"]["cached_tokens"] for row in files.rows()} == {0}

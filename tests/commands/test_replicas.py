@@ -53,6 +53,16 @@ def test_replicas_of_our_own_launcher(replicas, stages, reference, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == files.report()
 
 
+def test_replicas_share_pages_and_give_equal_prompts_to_the_same_one(reference, tmp_path):
+    known, files = reference("llama"), Files(tmp_path)
+    files.write_prompts(known.prompts * 3)
+    shape = ("--replicas", "2", "--stages", "2", "--page-size", "4")
+    run((*COMMAND, *files.options(known.directory, *shape, *GREEDY)), tmp_path)
+    assert files.tokens() == list(known.outputs) * 3
+    cache = files.report()["prefix_cache"]
+    assert cache["mode"] == "all" and cache["hit_rate"] > 0.2, "of three equal prompts, two share a replica"
+
+
 def test_replicas_under_torchrun_and_what_reports_make_of_them(reference, tmp_path):
     known, files = reference("llama"), Files(tmp_path)
     files.write_prompts(known.prompts)

@@ -12,7 +12,7 @@ from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, DrawRules, Failure
 from sarathi_pp.core.head_placement import HeadPlacement
 from sarathi_pp.core.plan import ChunkLogprobs, SampledToken, Scored, StepResult, TokenLogprobs
 from sarathi_pp.core.policy import POLICIES, make_policy
-from sarathi_pp.core.policy.view import Grant, Limits
+from sarathi_pp.core.policy.view import Grant, Limits, Policy
 from sarathi_pp.core.request import Request
 from sarathi_pp.sampling_params import SamplingParams
 from tests.core.driving import EOS, StandInPipeline, check_answer, drive, run_golden
@@ -258,7 +258,7 @@ def test_the_newest_request_is_preempted_and_recomputed():
 
 
 @dataclass
-class Withholding:
+class Withholding(Policy):
     """A policy that limits the number of microbatches in flight."""
 
     most: int
@@ -376,7 +376,7 @@ def test_done_follows_the_results_and_issued_runs_ahead():
     assert (sequence.done, sequence.issued) == (4, 8)
 
 
-class Scripted:
+class Scripted(Policy):
     """Yield the microbatches that each request takes after it becomes the oldest, while newcomers keep arriving."""
 
     def __init__(self, script):
@@ -434,8 +434,8 @@ def test_rules_come_with_the_first_chunk_of_each_epoch_and_fit_into_a_message():
     coordinator = Coordinator(limits, make_policy("sarathi"))
     long = DrawRules(num_prompt=4, banned_token_ids=tuple(range(10_000, 20_000)))
     size = len(long.to_bytes())
-    assert 2 * size <= MOST_MICROBATCH_BYTES < 3 * size
-    rules = [long, None, long, long, None, long]
+    assert 4 * size <= MOST_MICROBATCH_BYTES < 5 * size
+    rules = [long, None, long, long, None, long, long, long, long]
     requests = [
         Request(index, (1,) * 4, SamplingParams(max_new_tokens=3, seed=0), rules=one) for index, one in enumerate(rules)
     ]

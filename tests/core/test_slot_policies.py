@@ -14,7 +14,7 @@ from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.chunkllm import ChunkLLM
 from sarathi_pp.core.policy.gllm import GLLM
 from sarathi_pp.core.policy.sglang import SGLang, dynamic_chunk_size
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.core.sequence import Sequence
 from sarathi_pp.errors import PolicyError
@@ -376,7 +376,7 @@ def test_chunkllm_decodes_ride_along_up_to_their_share():
     assert granted(()) == [3]
 
 
-class RepeatsEverything:
+class RepeatsEverything(Policy):
     """A policy that grants all available work, with an overlap of one token if possible."""
 
     def pick(self, moment: View) -> list[Grant]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.partition import partition
@@ -153,6 +154,7 @@ class Outcome:
     reasons: list[str]
     logprobs: list[tuple[TokenLogprobs, ...] | None]
     prompt_logprobs: list[PromptLogprobs | None]
+    cached_tokens: list[int]
     num_preemptions: int
     events: list[list]
 
@@ -181,6 +183,7 @@ def run_pipeline(
     cost: CostModel | None = None,
     moves_head: bool = True,
     two_shards: bool = False,
+    prefix_cache: PrefixCacheMode = "off",
 ) -> Outcome:
     """Run a pipeline.
 
@@ -192,7 +195,7 @@ def run_pipeline(
     inflight = inflight or stages
     clock = SystemClock()
     sizes = stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight
-    limits = Limits(*sizes, facts.longrope_after)
+    limits = Limits(*sizes, facts.longrope_after, prefix_cache)
     recorders = [ListRecorder() for _ in range(stages)]
     moves_head = moves_head and stages > 1 and not two_shards
     facts = facts.sharded(2 if two_shards else 1)
@@ -260,6 +263,7 @@ def run_pipeline(
         [completion.finish_reason for completion in ordered],
         [completion.logprobs for completion in ordered],
         [completion.prompt_logprobs for completion in ordered],
+        [completion.cached_tokens for completion in ordered],
         coordinator.num_preemptions,
         [recorder.events for recorder in recorders],
     )

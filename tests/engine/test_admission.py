@@ -22,7 +22,7 @@ def admitted(lengths: list[int], max_num_seqs: int, max_new_tokens: int = 8) -> 
     engine = Engine(
         Limits(2, 16, max_num_seqs, 512, 4, 512, 2),
         make_policy("sarathi"),
-        SimpleNamespace(),  # nothing is run
+        SimpleNamespace(holds_sequences=True),  # nothing is run
         QueueChannel(clock, 1),
         ListRecorder(),
         clock,

@@ -15,7 +15,7 @@ from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy.sarathi import Sarathi
-from sarathi_pp.core.policy.view import Grant, Limits, View
+from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import PeerLostError
 from sarathi_pp.sampling_params import SamplingParams
@@ -193,7 +193,7 @@ class LateTimerOf:
         return LateTimer(clock, self.behind)
 
 
-class WatchingPolicy:
+class WatchingPolicy(Policy):
     """A policy that keeps the stage costs that it receives."""
 
     def __init__(self) -> None:

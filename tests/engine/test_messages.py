@@ -77,6 +77,7 @@ requests = st.builds(
     finite,
     st.lists(st.integers(0, 99)).map(tuple),
     st.none() | rules,
+    st.text(st.characters(codec="utf-8")),
 )
 progress = st.builds(
     Progress,
@@ -99,6 +100,7 @@ messages = st.one_of(
         st.dictionaries(st.text(), finite | st.none()),
         st.none() | st.lists(logprobs).map(tuple),
         st.none() | prompt_logprobs(),
+        ids,
     ),
     st.builds(RequestError, ids, st.text(), st.text()),
     progress,

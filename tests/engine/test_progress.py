@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 
+from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.plan import SampledToken, StageTime, StepResult
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
@@ -42,12 +44,18 @@ class OneSecondPipeline:
 
 
 def reports(
-    prompt_tokens: int, max_new_tokens: int, issue_after_s: float = 0.0, *, requests: int = 1, num_pages: int = 16
+    prompt_tokens: int,
+    max_new_tokens: int,
+    issue_after_s: float = 0.0,
+    *,
+    requests: int = 1,
+    num_pages: int = 16,
+    prefix_cache: PrefixCacheMode = "off",
 ) -> list[Progress]:
     """Return the reports of equal requests, cut into chunks of 4 tokens on pages of 4."""
     clock = ManualClock()
     results = QueueChannel(clock, 4)
-    limits = Limits(2, 4, 8, 64, 4, num_pages, 1)
+    limits = Limits(2, 4, 8, 64, 4, num_pages, 1, prefix_cache=prefix_cache)
     seen: list[Progress] = []
     engine = Engine(
         limits,
@@ -104,3 +112,16 @@ def test_busy_is_of_the_last_moments_and_the_bubble_of_the_window() -> None:
 def test_without_a_result_there_is_no_window() -> None:
     (only,) = reports(prompt_tokens=10, max_new_tokens=0)
     assert (only.window_s, only.bubble_ratios, only.chunks_done, only.kv_fragmentation) == (0.0, (), 0, None)
+
+
+def test_cached_tokens_count_once_and_have_counts_of_their_own() -> None:
+    """Three prompts of 10 tokens on pages of 4: two of them find 8 tokens."""
+    *_, last = reports(prompt_tokens=10, max_new_tokens=3, requests=3, prefix_cache="prompts")
+    assert last.tokens_computed == last.prompt_tokens + last.output_tokens == 3 * 13
+    assert (last.prefix_queried_tokens, last.prefix_cached_tokens) == (30, 16)
+    two = Progress.of_replicas([last, last])
+    assert (two.prefix_queried_tokens, two.prefix_cached_tokens) == (60, 32)
+    now = last.since(replace(last, prefix_queried_tokens=20, prefix_cached_tokens=8))
+    assert (now.prefix_queried_tokens, now.prefix_cached_tokens) == (10, 8)
+    *_, off = reports(prompt_tokens=10, max_new_tokens=3, requests=3)
+    assert (off.prefix_queried_tokens, off.prefix_cached_tokens) == (0, 0)

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.timeout(200)
 # Far more rows than a test lets finish.
 PROMPTS = [tuple(range(3, 4 + row % 40)) for row in range(6000)]
 NUM_TOKENS = 24
-OPTIONS = ("--max-new-tokens", str(NUM_TOKENS), "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32")
+OPTIONS = (
+    *("--max-new-tokens", str(NUM_TOKENS), "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32"),
+    *("--order", "input"),  # then the rows that were started are the first ones
+)
 # Three times the promise, because a busy machine takes longer.
 PROMPT_END_S, SILENT_END_S, HEEDED_S = 3 * 5.0, 3 * 7.0, 3 * 1.0
 

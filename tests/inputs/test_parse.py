@@ -160,6 +160,10 @@ def test_a_bad_line_names_what_is_wrong(record, code, word):
         ({"seed": 2.0**64}, "seed is 18446744073709551616; it must be"),
         ({"skip_special_tokens": 0}, "skip_special_tokens is 0; it must be"),
         ({"add_special_tokens": 1}, "add_special_tokens is 1; it must be"),
+        ({"cache_salt": ""}, 'cache_salt is ""; it must be a text of 1 to 256 characters'),
+        ({"cache_salt": "\ud800"}, "cache_salt is "),
+        ({"cache_salt": 7}, "cache_salt is 7; it must be a text of 1 to 256 characters"),
+        ({"cache_salt": "x" * 257}, 'cache_salt is "xxx'),
         ({"add_special_tokens": "no"}, 'add_special_tokens is "no"; it must be'),
         ({"temperature": 10**400}, "temperature is 1000"),
         ({"min_tokens": -1}, "min_tokens is -1; it must be"),
@@ -260,6 +264,13 @@ def test_values_as_tables_and_other_engines_write_them():
     assert all(type(value) is int for value in overrides.values())
     assert SamplingParams(**parse({"prompt": "a", "top_k": -1}).overrides) == SamplingParams(top_k=0)
     assert parse({"prompt": "a", "skip_special_tokens": False}).overrides == {"skip_special_tokens": False}
+
+
+def test_a_line_says_with_which_requests_it_shares_pages():
+    assert parse({"prompt": "a"}).cache_salt == parse({"prompt": "a", "cache_salt": None}).cache_salt == ""
+    assert parse({"prompt": "a", "cache_salt": "x" * 256}).cache_salt == "x" * 256
+    assert parse(chat_line(cache_salt="tenant")).cache_salt == "tenant"
+    assert parse({"prompt_token_ids": [1], "cache_salt": "b"}).cache_salt == "b"
 
 
 def test_a_line_says_whether_its_prompt_gets_special_tokens():

@@ -14,9 +14,15 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
+from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.prefix_order import PrefixOrder
+from sarathi_pp.core.request import Request
 from sarathi_pp.errors import InputError, MissingError, RowError
+from sarathi_pp.inputs.done import Done, DoneLine
 from sarathi_pp.inputs.generation_config import GenerationDefaults
+from sarathi_pp.inputs.ids import id_key
 from sarathi_pp.inputs.input_file import check_input
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker, row_seed
@@ -27,6 +33,7 @@ from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.clock import ManualClock, SystemClock
 from tests.machine import patient
 
+CLOCK = SystemClock()
 LIMITS = PromptLimits(max_model_len=8, num_pages=3, page_size=2, vocab_size=100)
 
 
@@ -360,6 +367,165 @@ def test_an_infinite_rate_arrives_when_read(tmp_path):
     assert source.take(1)[0].arrival_s == 3.0
 
 
+def ordered(path: str, clock: ManualClock | SystemClock, window: int = 100, **kwargs: object) -> FileSource:
+    """Open a file whose prompts come in the order of their prefixes. Pages have one token."""
+    limits = Limits(1, 8, 4, 64, 1, 64, 1, prefix_cache="all")
+    made = maker(backend=Words())
+    return FileSource(path, made, clock=clock, capacity=100, order=PrefixOrder(limits, window), **kwargs)  # type: ignore[arg-type]
+
+
+def prompt(name: str, words: str) -> dict[str, str]:
+    return {"id": name, "prompt": words}
+
+
+A, B = ("x yy", "x yyy", "x yy"), ("zzz", "zzz")
+GROUPS = (prompt("a1", A[0]), prompt("b1", B[0]), "{\n", prompt("a2", A[1]), prompt("b2", B[1]), prompt("a3", A[2]))
+
+
+def test_prompts_come_in_the_order_of_their_prefixes_and_keep_their_names(tmp_path):
+    path = write(tmp_path, *GROUPS)
+    plain, rows = drain(opened(path)), drain(ordered(path, SystemClock()))
+    assert [row.id for row in rows] == ["3", "a1", "a3", "a2", "b1", "b2"]
+    assert rows[0].error is not None and rows[0].error.message.startswith("line 3: ")
+
+    same = {row.id: row.arriving(0.0) for row in plain if row.request}
+    assert same == {row.id: row.arriving(0.0) for row in rows if row.request}
+
+
+def test_lines_that_are_done_take_no_place_in_a_window(tmp_path):
+    done = Done()
+    for name in ("b1", "a2"):
+        done.add(DoneLine(id_key(name), None, None))
+    rows = drain(ordered(write(tmp_path, *GROUPS), SystemClock(), window=2, done=done))
+    # The windows are a1 b2 and a3.
+    assert [row.id for row in rows] == ["3", "a1", "b2", "a3"]
+
+
+def test_the_outputs_of_one_line_follow_each_other_and_are_one_row_of_the_window(tmp_path):
+    records = [{"id": name, "prompt": name * 2, "n": 3, "temperature": 1} for name in ("a b", "a bb", "a b")]
+    for number, record in enumerate(records):
+        record["id"] = str(number)
+    rows = drain(ordered(write(tmp_path, *records), SystemClock(), window=3))
+    assert [(row.id, row.choice) for row in rows] == [(name, choice) for name in ("0", "2", "1") for choice in range(3)]
+    assert rows[0].request and rows[2].request
+    assert rows[0].request.prompt_token_ids is rows[2].request.prompt_token_ids
+
+
+def test_a_row_arrives_when_it_leaves_the_window(tmp_path):
+    class Counting(ManualClock):
+        """A clock that advances with each reading."""
+
+        def now(self) -> float:
+            self.sleep(1.0)
+            return super().now()
+
+    source = ordered(write(tmp_path, *GROUPS), Counting())
+    source._thread.join(patient(10))
+    rows = source.take(10)
+    arrivals = [row.arrival_s for row in rows]
+    # Each of six rows is read at another time. The five that can run leave their window after all of them are read.
+    assert len(rows) == 6 and arrivals == sorted({*arrivals}) and arrivals[1] > 6
+    assert all(row.request is None or row.request.arrival_s == row.arrival_s for row in rows)
+
+
+def test_a_window_is_all_that_is_read_ahead(tmp_path):
+    path = tmp_path / "in.jsonl"
+    with open(path, "w") as file:
+        for number in range(300):
+            file.write(json.dumps({"id": number, "prompt": "word " * 5}) + "\n")
+    read = []
+
+    class Watched(Words):
+        def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
+            if text.startswith("word"):
+                read.append(text)
+            return super().__call__(text, **kwargs)
+
+    made = maker(backend=Watched())
+    order = PrefixOrder(Limits(1, 8, 4, 64, 1, 64, 1, prefix_cache="all"), 20)
+    source = FileSource(str(path), made, clock=SystemClock(), capacity=10, order=order)
+    taken = 0
+    while not source.exhausted:
+        source.wait(None)
+        taken += len(source.take(1))
+        # In the queue, the row that waits for room there, in the window, and the row that was read last.
+        assert len(read) <= taken + 10 + 1 + 20 + 1
+    assert taken == len(read) == 300
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ((True, 0.9), (False, 0.0), "024135"),
+        ((False, 1.0), (False, 0.0), "024135"),
+        ((True, 1.0), (False, 1.0), "01 2435"),
+        ((True, 1.0), (True, 0.9), "01 2435"),
+        ((True, 1.0), (True, 1.0), "01 2354"),
+    ],
+)
+def test_a_window_ends_early_if_the_engine_has_nothing_to_do(first, second, found, tmp_path):
+    """After two rows of six, and after three, the engine waits or does not, and seconds pass.
+
+    A window ends early if the engine waits, and the window was opened at least 1 s before.
+    """
+    words = ("x", "yy") * 3
+    path = write(tmp_path, *(prompt(str(number), word) for number, word in enumerate(words)))
+    clock, read, go_on = ManualClock(), threading.Semaphore(0), threading.Semaphore(0)
+
+    class Slow(Words):
+        def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
+            if text in words:
+                read.release()
+                assert go_on.acquire(timeout=patient(10))
+            return super().__call__(text, **kwargs)
+
+    order = PrefixOrder(Limits(1, 8, 4, 64, 1, 64, 1, prefix_cache="all"))
+    source = FileSource(path, maker(backend=Slow()), clock=clock, capacity=10, order=order)
+    taken = []
+    for number in range(6):
+        assert read.acquire(timeout=patient(10))
+        taken.append("".join(row.id for row in source.take(10)))
+        waits, seconds = {2: first, 3: second}.get(number, (False, 0.0))
+        if waits:
+            source.wait(0)
+        clock.sleep(seconds)
+        go_on.release()
+    source._thread.join(patient(10))
+    taken.append("".join(row.id for row in source.take(10)))
+    assert "".join(taken) == found.replace(" ", "") and taken[3] == ("01" if " " in found else "")
+
+
+def test_what_stops_the_reader_is_raised_after_the_rows_of_the_window(tmp_path):
+    source = ordered(write(tmp_path, {"prompt": "x"}, {"prompt": "yy"}, {"prompt": "x"}, {"prompt": "crash"}), CLOCK)
+    rows: list[Row] = []
+    with pytest.raises(RuntimeError, match="the tokenizer is broken"):
+        while True:
+            source.wait(None)
+            rows += source.take(1)
+    assert [row.line for row in rows] == [1, 3, 2]
+
+
+def test_a_source_that_is_closed_reads_no_further_window(tmp_path):
+    path = write(tmp_path, *({"id": number, "prompt": "x"} for number in range(50)))
+    started, go_on, read = threading.Event(), threading.Event(), []
+
+    class Slow(Words):
+        def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
+            if text == "x":
+                read.append(text)
+                started.set()
+                go_on.wait(patient(10))
+            return super().__call__(text, **kwargs)
+
+    order = PrefixOrder(Limits(1, 8, 4, 64, 1, 64, 1, prefix_cache="all"))
+    source = FileSource(path, maker(backend=Slow()), clock=CLOCK, capacity=10, order=order)
+    assert started.wait(patient(10))
+    source.close()
+    go_on.set()
+    source._thread.join(patient(10))
+    assert len(read) == 1 and source.exhausted and not source._thread.is_alive()
+
+
 def test_inputs_that_cannot_be_read_are_refused_before_anything_starts(tmp_path):
     with pytest.raises(MissingError, match="no.jsonl"):
         check_input(str(tmp_path / "no.jsonl"))
@@ -395,6 +561,13 @@ def test_a_process_ends_while_its_reader_waits_for_standard_input():
     assert child.stderr.read() == b""
     for stream in (child.stdin, child.stdout, child.stderr):
         stream.close()
+
+
+def test_the_memory_of_a_row_is_all_that_grows_with_its_line():
+    rules = DrawRules(num_prompt=2, grammar="x" * 400)
+    request = Request(0, (1, 2), SamplingParams(seed=0), rules=rules)
+    assert Row(1, "1", "own", request, extra=b"y" * 40, tools=b"z" * 8).held_tokens == 2 + 100 + 10 + 2
+    assert Row(1, "1", "own", error=RowError("invalid_json", "no"), extra=b"y" * 40).held_tokens == 10
 
 
 def test_rows_in_memory_have_the_same_interface(tmp_path):

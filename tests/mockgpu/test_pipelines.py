@@ -27,14 +27,21 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_reference(request.param, folder, config=with_layers(request.param, LAYERS))
 
 
-def generate(reference: Reference, folder: Path, gpus: int, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Generate, compare the answers, and return the resolved run and its report."""
+def generate(
+    reference: Reference, folder: Path, gpus: int, *options: str, twice: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Generate, compare the answers, and return the resolved run and its report.
+
+    Args:
+        twice: length of the only prompt, which comes twice; 0 for other prompts, once each.
+    """
     files = Files(folder)
     asked = [
         (prompt, output[:NEW_TOKENS])
         for prompt, output in zip(reference.prompts, reference.outputs, strict=True)
-        if len(prompt) <= LONGEST
+        if (len(prompt) == twice if twice else len(prompt) <= LONGEST)
     ][:MOST]
+    asked *= 2 if twice else 1
     files.write_prompts([prompt for prompt, _ in asked])
     few = ("--chunk-size", "7", "--max-num-seqs", "2", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
     command = (*COMMAND, *files.options(reference.directory, "--device", "cuda", "--dtype", "float32", *few, *options))
@@ -64,6 +71,13 @@ def test_pipelines_by_graphs(
 ) -> None:
     run, report = generate(reference, tmp_path, gpus, *options)
     assert (run["transport"], run["attention"]) == (transport, "triton")
+    assert all(stage["graph_hit_rate"] == 1.0 for stage in report["per_stage"])
+
+
+def test_graphs_read_the_pages_that_prompts_share(reference: Reference, tmp_path: Path) -> None:
+    run, report = generate(reference, tmp_path, 2, "--stages", "2", twice=17)
+    assert (run["prefix_cache"], run["attention"]) == ("prompts", "triton")
+    assert report["prefix_cache"]["cached_tokens"] == 16
     assert all(stage["graph_hit_rate"] == 1.0 for stage in report["per_stage"])
 
 

@@ -57,14 +57,19 @@ def test_the_error_of_a_line_names_its_first_failed_choice():
 def test_openai_lines_have_all_choices_and_their_sum(form, tmp_path):
     sink = opened(tmp_path / "out.jsonl")
     rows = choices(form=form)
-    for row, ids in ((rows[2], (3,)), (rows[0], (1, 2, 0)), (rows[1], (2,))):
-        sink.finish(row, Completion(row.request, ids, "length"), {})
+    for row, ids, cached in ((rows[2], (3,), 2), (rows[0], (1, 2, 0), 1), (rows[1], (2,), 2)):
+        sink.finish(row, Completion(row.request, ids, "length", cached_tokens=cached), {})
     sink.close()
     (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
     body = json.loads(line)["response"]["body"]
     texts = [choice["message"]["content"] if form == "openai-chat" else choice["text"] for choice in body["choices"]]
     assert ([choice["index"] for choice in body["choices"]], texts) == ([0, 1, 2], ["bca", "c", "d"])
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
 
 
 def test_a_line_is_written_when_all_choices_have_ended_and_counts_each(tmp_path):

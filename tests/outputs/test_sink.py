@@ -112,7 +112,12 @@ def test_openai_lines(tmp_path, form, kind, answer):
         "created": 1700,
         "model": "tiny",
         "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
     assert bad == {
         "id": "batch_req_4",

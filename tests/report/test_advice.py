@@ -58,7 +58,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "max_model_len": 2000,
         "kv_cache_bytes": 2**30,
     }
-    assert changes.keys() <= base.keys() | {"attention", "model", "dtype"}, changes
+    assert changes.keys() <= base.keys() | {"attention", "model", "dtype", "prefix_cache"}, changes
     return base | changes
 
 
@@ -545,3 +545,56 @@ def test_only_like_runs_with_chunks_are_compared() -> None:
     for policy in ("orca", "balanced"):
         assert compared(fewer | {"policy": policy}, grown(40, 2.0, policy=policy)) == []
     assert compared(fewer | {"max_num_seqs": 20}, grown(64, 2.0, max_num_seqs=20)) == []
+
+
+def seats_full(**changes: Any) -> dict[str, Any]:
+    """Make a run of 8 seats with 12 unfinished requests on average, that share pages and use a third of them."""
+    cache = {"mode": "all", "cached_tokens": 50_000, "prompt_tokens": 64_000}
+    base = {"max_num_seqs": 8, "e2el_s": {"mean": 12 * 100 / 64}, "kv": kv(0.1, peak=330), "prefix_cache": cache}
+    return report(**(base | changes))
+
+
+def test_more_seats_where_shared_pages_make_room_for_them() -> None:
+    more = Change(max_num_seqs=16)
+    advice = given_by("shared_pages", seats_full(), {more: 0.3})
+    assert advice is not None and (advice.option, advice.gain_s) == ("--max-num-seqs 16", pytest.approx(30.0))
+    assert advice.text.startswith(
+        "All 8 seats were in use while requests waited, and 67% of the KV pages stayed free, because requests shared "
+        "pages. Use --max-num-seqs 16:"
+    )
+    assert given_by("shared_pages", seats_full(), {more: 0.02}) is None
+    (untried,) = advise(seats_full(), untried="the simulator could not repeat this run")
+    assert (untried.option, untried.gain_s) == ("--max-num-seqs 16", None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefix_cache": None},
+        {"prefix_cache": {"mode": "all", "cached_tokens": 0, "prompt_tokens": 64_000}},
+        {"e2el_s": {"mean": 11.9 * 100 / 64}},
+        {"kv": kv(0.1, peak=451)},
+        {"preemptions": 1},
+        {"completed": 8},
+        {"max_num_seqs": None},
+    ],
+)
+def test_otherwise_seats_are_not_what_bounds_it(changes: dict[str, Any]) -> None:
+    assert given_by("shared_pages", seats_full(**changes)) is None
+    assert given_by("shared_pages", seats_full(kv=kv(0.1, peak=450))) is not None
+
+
+def test_prompts_are_short_if_what_is_not_cached_fits_a_chunk() -> None:
+    cache = {"mode": "all", "cached_tokens": 64_000 - 64 * 200, "prompt_tokens": 64_000}
+    advice = given_by("short_prompts", report(prefix_cache=cache))
+    assert (
+        advice is not None
+        and "Prompts have 200 uncached tokens on average and fit into one chunk of 256" in advice.text
+    )
+    assert given_by("short_prompts", report(prefix_cache=cache | {"cached_tokens": 64_000 - 64 * 257})) is None
+
+
+def test_runs_with_and_without_a_prefix_cache_are_not_compared() -> None:
+    cached = {"mode": "all", "cached_tokens": 1, "prompt_tokens": 64_000}
+    assert compared(grown(20, 2.0), grown(40, 2.1, prefix_cache=cached)) == []
+    assert compared(*(grown(n, 2.0, prefix_cache=cached | {"cached_tokens": n}) for n in (20, 40))) != []

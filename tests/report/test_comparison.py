@@ -249,3 +249,15 @@ def test_runs_without_any_result() -> None:
 def test_advice_stands_below_the_table() -> None:
     comparison = compare([("a", report()), ("b", report())]) | {"advice": [{"text": "raise the chunk"}]}
     assert "advice: raise the chunk" in printed(comparison)
+
+
+def test_the_prefix_cache_is_a_setting_and_its_hits_a_figure() -> None:
+    without, having = report(), report(prefix_cache={"mode": "all", "hit_rate": 0.75, "evictions": 3})
+    comparison = compare([("a", without), ("b", having)])
+    assert comparison["figures"]["prefix_cache.hit_rate"]["values"] == [None, 0.75]
+    (difference,) = comparison["differences"]
+    assert difference == {"name": "prefix_cache", "values": ["off", "all"], "same_work": True}
+    without.pop("prefix_cache")  # a report of another version
+    assert compare([("a", without), ("b", having)])["differences"] == [difference]
+    assert compare([("a", without), ("b", report())])["differences"] == []
+    assert "75.0%" in row(printed(comparison), "prompt tokens found")

@@ -53,6 +53,10 @@ def test_how_even_the_work_was_and_what_became_of_the_pages_is_said() -> None:
     assert "microbatches: 12.3 chunks/s; variation (cv) of time 5.1%, of tokens -" in lines
     assert "KV pages: peak 1,500 of 4,000, mean 1,234; 4.2% of their room empty; 1,234 " in lines
     assert "errors of these figures: clocks 42 us, sums of states 0.1%, fitted costs 3.4%" in lines
+    assert not any("prefix cache" in line for line in lines)
+    report["prefix_cache"] = {"cached_tokens": 262_144, "prompt_tokens": 312_000, "hit_rate": 262_144 / 312_000}
+    shown = "prefix cache: 84.0% of prompt tokens found (262,144 of 312,000)"
+    assert shown in printed(report).splitlines()
     assert ["request", "bubble", "-", "0.125", "0.250", "-"] in [line.split() for line in lines]
 
 

@@ -92,6 +92,13 @@ def broken_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
 
 
+def test_a_model_says_which_pages_its_requests_share(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = finding(ask("--model", ADDER)[1], "model", "prefix cache")
+    assert shared["state"] == "used" and shared["detail"].startswith("all: ")
+    monkeypatch.setattr(doctor, "product_name", lambda dtype, device: "torch")
+    assert finding(ask("--model", ADDER)[1], "model", "prefix cache")["detail"].startswith("prompts: ")
+
+
 @pytest.mark.parametrize(
     ("spoil", "name", "code"),
     [

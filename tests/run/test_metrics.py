@@ -30,6 +30,8 @@ SNAPSHOT = Progress(
     stage_compute_s=(8.0, 4.0),
     window_s=10.0,
     kv_fragmentation=0.25,
+    prefix_queried_tokens=950,
+    prefix_cached_tokens=320,
 )
 
 
@@ -69,6 +71,8 @@ def test_every_figure_of_a_snapshot_is_served(server: MetricsServer) -> None:
             ("pipeline_requests_waiting",): 5,
             ("pipeline_prompt_tokens_total",): 900,
             ("pipeline_output_tokens_total",): 100,
+            ("pipeline_prefix_queried_tokens_total",): 950,
+            ("pipeline_prefix_cached_tokens_total",): 320,
             ("pipeline_prefill_chunks_total",): 40,
             ("chunk_throughput", "0"): 4.0,
             ("chunk_throughput", "1"): 4.0,

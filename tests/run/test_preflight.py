@@ -35,6 +35,11 @@ REFUSED_EARLY = {
     "peer timeout": (("--peer-timeout", "0"), 2, "--peer-timeout is 0"),
     "temperature": (("--temperature", "-1"), 2, "-1"),
     "output": (("--output", "absent/out.jsonl"), 74, "absent"),
+    "order of standard input": (("--order", "prefix", "--input", "-"), 2, "--input - is a stream"),
+    "order of a device": (("--order", "prefix", "--input", "/dev/null"), 2, "--input /dev/null is a stream"),
+    "order of arrivals": (("--order", "prefix", "--request-rate", "2"), 2, "with --request-rate 2 the lines arrive"),
+    "window of no order": (("--order", "input", "--order-window", "5"), 2, "--order-window is 5; it must be left out"),
+    "order window": (("--order-window", "0"), 2, "--order-window"),
     "input": (("--input", "absent.jsonl"), 66, "absent.jsonl"),
 }
 

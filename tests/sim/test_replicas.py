@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from math import inf
 
@@ -15,6 +16,7 @@ from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.load_balancer import most_held
 from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.prefix_routes import PrefixRoutes
 from sarathi_pp.core.request import Request
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.sim.arrivals import Inbox
@@ -87,6 +89,34 @@ def test_replicas_of_different_speed_end_about_together() -> None:
     ended = [[event.finished_s for event in one if isinstance(event, RequestFinished)] for one in told]
     assert sum(map(len, ended)) == 60 and len(ended[0]) == pytest.approx(45, abs=1)
     assert abs(ended[0][-1] - ended[1][-1]) <= 2 * 3 * 5
+
+
+def test_prompts_that_begin_alike_go_to_one_replica() -> None:
+    """Eight groups of four prompts, shuffled. Their shared pages are computed once, not once in each replica."""
+    draw = random.Random(1)
+    groups = [[draw.randrange(1, 99) for _ in range(96)] for _ in range(8)] * 4
+    draw.shuffle(groups)
+    requests = [
+        Request(index, [*group, *(draw.randrange(1, 99) for _ in range(16))], SamplingParams(max_new_tokens=2, seed=0))
+        for index, group in enumerate(groups)
+    ]
+
+    limits = Limits(1, 128, 4, 200, 16, 500, 1, prefix_cache="all")
+
+    def cached(routes: PrefixRoutes | None) -> int:
+        made: list[Simulation] = []
+
+        def make(replica: int, record: Record) -> Simulation:
+            pipeline = VirtualPipeline(cost(), (Link(),))
+            made.append(Simulation(limits, make_policy("sarathi"), pipeline, record))
+            return made[-1]
+
+        run_replicas(make, [lambda stage, event: None] * 2, most_held(4), 10**9, requests, routes)
+        assert sum(each._coordinator.prefixes.prompt_tokens for each in made) == 32 * 112
+        return sum(each._coordinator.prefixes.cached_tokens for each in made)
+
+    whole = 24 * 96  # all but the first prompt of each group
+    assert cached(None) < 0.8 * whole < cached(PrefixRoutes(limits)) <= whole
 
 
 def test_a_request_is_there_from_when_it_was_given() -> None:

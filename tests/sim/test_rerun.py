@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
-from sarathi_pp.analysis.timeline import Timeline
+from sarathi_pp.analysis.timeline import StageTimeline, Timeline
+from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink
 from sarathi_pp.core.cost.repartition import repartition
-from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.core.policy import Limits, parse_policy
+from sarathi_pp.core.request import Request
+from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.sim import rerun as module
 from sarathi_pp.sim.experiment import Experiment, simulate
-from sarathi_pp.sim.pipeline import links_of
+from sarathi_pp.sim.pipeline import Link, VirtualPipeline, links_of
 from sarathi_pp.sim.presets import preset
 from sarathi_pp.sim.rerun import CannotTry, Change, Rerun
+from sarathi_pp.sim.simulation import Simulation
 from sarathi_pp.sim.workload import parse_workload
+from sarathi_pp.trace.events import Event, Issued, TraceEnd
 
 BATCH = "uniform:n=24,min=64,max=256,pd=8,seed=3"
 PROFILE = preset("gpt3-a100-tp8pp8")
@@ -150,6 +156,17 @@ def test_of_a_long_run_the_first_requests_are_taken(monkeypatch: pytest.MonkeyPa
     part = recorded(run)
     assert 40 <= len(part.requests) < 80 and part.counted == len(part.requests) - 16
     assert part.requests == whole.requests[: len(part.requests)]
+
+
+def test_prompts_without_ids_never_meet_a_cache() -> None:
+    """The recorded run had one, and found nothing. The prompts of its rerun are all equal, so they would find each
+    other.
+    """
+    run = replace(experiment(), prefix_cache="all")
+    rerun = recorded(run)
+    assert rerun.wall_s(Change()) == pytest.approx(seconds(replace(run, prefix_cache="off")))
+    more = Change(max_num_seqs=2 * rerun.limits.max_num_seqs)
+    assert rerun._with(more)[1].prefix_cache == "off"
 
 
 def test_more_than_twice_what_may_run_at_once_is_tried_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,3 +324,103 @@ def test_one_slow_edge_is_as_slow_again_and_other_stages_have_the_mean() -> None
     assert seconds(experiment()) < seconds(run) < seconds(with_all_slow)
     others = rerun._links(3)
     assert len(set(others)) == 1 and others[0].latency_s == pytest.approx((2 * fast.latency_s + slow.latency_s) / 3)
+
+
+def shared_run(**limits: int) -> Timeline:
+    """Record eight requests on two stages, one per second. They begin with the same 48 tokens, on pages of 16."""
+    stages = tuple(StageCost((stage, stage + 1), 0.01, 1e-3, 1e-6, 1e-6, 1e-4) for stage in range(2))
+    cost, (first, *_) = CostModel(1, stages), simulate(experiment()).stages
+    timeline = Timeline()
+    for stage in range(2):
+        start = replace(first.start, stage=stage, num_stages=2, layers=(stage, stage + 1), inflight=2, num_pages=64)
+        timeline.stages.append(StageTimeline(replace(start, prefix_cache="all", **limits)))
+    start = timeline.stages[0].start
+    made = Limits(2, start.chunk_size, 4, 100, 16, start.num_pages, 2, prefix_cache="all")
+    pipeline = VirtualPipeline(cost, (Link(0.0, math.inf, token_bytes=1),) * 2)
+
+    def record(stage: int, event: Event) -> None:
+        timeline.add(timeline.stages[stage], event)
+
+    tokens = [(*range(48), *range(1000 * index, 1000 * index + 20)) for index in range(1, 9)]
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=0)
+    simulation = Simulation(made, parse_policy("sarathi").make(), pipeline, record)
+    simulation.run(Request(index, ids, sampling, float(index)) for index, ids in enumerate(tokens))
+    for stage in timeline.stages:
+        stage.end = TraceEnd(at_s=stage.ends[-1])
+        stage.align()
+    return timeline
+
+
+def rerun_of_shared(timeline: Timeline) -> Rerun | None:
+    stages = tuple(StageCost((stage, stage + 1), 0.01, 1e-3, 1e-6, 1e-6, 1e-4) for stage in range(2))
+    links = (Link(0.0, math.inf, token_bytes=1),) * 2
+    return Rerun.of(timeline, CostModel(1, stages), links, max_num_seqs=4, max_model_len=100, request_rate=1.0)
+
+
+def test_tokens_that_were_found_are_found_again() -> None:
+    timeline = shared_run()
+    assert [request.cached_tokens for request in timeline.finished] == [0] + [48] * 7
+    begin, end = timeline.window
+    rerun = rerun_of_shared(timeline)
+    assert rerun is not None
+    assert rerun.wall_s(Change()) == pytest.approx(end - begin, rel=1e-9)
+    forgetful = replace(rerun, requests=tuple(one._replace(cached_tokens=0) for one in rerun.requests), _tried={})
+    assert forgetful._times(Change()).first_token_s > 2 * rerun._times(Change()).first_token_s
+    twice, once = rerun._times(Change(times=2)), rerun._times(Change())
+    assert twice.wall_s == pytest.approx(2 * (end - begin), rel=0.2)
+    assert twice.first_token_s == pytest.approx(once.first_token_s)
+
+
+def test_tokens_that_were_found_need_no_computed_ones_in_the_trace() -> None:
+    timeline = shared_run()
+    damaged = [replace(request, cached_tokens=0) for request in timeline.finished]
+    timeline.finished, found = damaged, timeline.finished
+    assert rerun_of_shared(timeline) is None
+    timeline.finished = found
+    assert rerun_of_shared(timeline) is not None
+
+
+def test_hits_and_preemptions_together_are_not_repeated() -> None:
+    timeline = shared_run()
+    timeline.finished[3] = replace(timeline.finished[3], preemptions=2)
+    with pytest.raises(
+        CannotTry, match="preempted requests 2 times and found 336 tokens in the prefix cache.*--prefix-cache off"
+    ):
+        rerun_of_shared(timeline)
+    timeline.finished = [replace(request, preemptions=0) for request in timeline.finished]
+    assert rerun_of_shared(timeline) is not None
+
+
+def test_pages_of_their_own_for_found_tokens_come_back() -> None:
+    """The second of two requests finds 48 tokens. It holds 5 pages for 68 and 6 tokens, like the first."""
+    events: list[Event] = []
+    stages = (StageCost((0, 1), 0.01, 1e-3, 0.0, 0.0, 0.0),)
+    pipeline = VirtualPipeline(CostModel(1, stages), (Link(0.0, math.inf, token_bytes=1),))
+    limits, policy = Limits(1, 512, 4, 100, 16, 10, 1), parse_policy("sarathi").make()
+    simulation = Simulation(limits, policy, pipeline, lambda stage, event: events.append(event), hits=[0, 48])
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=0)
+    simulation.run(Request(index, (0,) * 68, sampling) for index in range(2))
+    issued = [event for event in events if isinstance(event, Issued)]
+    assert issued[0].text == "m0[s0:0+68 s1:48+20]"
+    assert (issued[0].pages_used, issued[0].tokens_held) == (10, 136)
+    assert (issued[-1].pages_used, issued[-1].tokens_held) == (10, 2 * 73)
+    pool = simulation._coordinator.pool
+    assert pool.num_free == pool.num_pages and simulation._coordinator.held_tokens == 0
+
+
+def test_a_policy_that_repeats_tokens_repeats_none_that_were_found() -> None:
+    issued: list[Issued] = []
+
+    def record(stage: int, event: Event) -> None:
+        if isinstance(event, Issued):
+            issued.append(event)
+
+    stages = (StageCost((0, 1), 0.01, 1e-3, 0.0, 0.0, 0.0),)
+    pipeline = VirtualPipeline(CostModel(1, stages), (Link(0.0, math.inf, token_bytes=1),))
+    policy = parse_policy("chunkllm:threshold=20,overlap=0.3").make()
+    simulation = Simulation(Limits(1, 16, 4, 100, 16, 40, 1), policy, pipeline, record, hits=[48])
+    sampling = SamplingParams(max_new_tokens=1, ignore_eos=True, seed=0)
+    simulation.run(Request(index, (0,) * 90, sampling) for index in range(4))
+    starts = [int(start) for event in issued for start in re.findall(r":(\d+)\+", event.text)]
+    assert min(starts) == starts[0] == 48
+    assert sum(event.prefill_tokens for event in issued) > 4 * (90 - 48), "nothing was repeated"

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sarathi_pp.core.pages import KVUse
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.core.request_index import NEXT_CHOICE
 from sarathi_pp.errors import InputError
-from sarathi_pp.trace.events import KINDS, SCHEMA, Compute, Event, Issued, SendWait, decode, encode
+from sarathi_pp.trace.events import KINDS, SCHEMA, Compute, Event, Issued, RequestFinished, SendWait, decode, encode
 from tests.analysis.schedules import start
 
 
@@ -63,7 +64,7 @@ def test_line_form() -> None:
 
 def test_short_keys_do_not_collide() -> None:
     for kind in KINDS.values():
-        blank = dict.fromkeys((f.name for f in fields(kind)), 0)
+        blank = dict.fromkeys((f.name for f in fields(kind)), 1)
         assert len(json.loads(encode(kind(**blank)))) == len(blank) + 1  # type: ignore[arg-type]
 
 
@@ -87,6 +88,7 @@ def test_short_keys_do_not_collide() -> None:
         ('{"e":"returned","m":9223372036854775808,"t":1.0}', "as 'm'"),
         ('{"e":"starved","t":1.0,"reason":"lunch"}', "has 'lunch' as 'reason'"),
         ('{"e":"starved","t":1.0,"reason":["full"]}', "as 'reason'"),
+        (encode(start(0, 1)).replace("{", '{"prefix_cache":"auto",', 1), "has 'auto' as 'prefix_cache'"),
         ("\xff".encode("latin-1"), "not a line of JSON"),
     ],
 )
@@ -108,7 +110,7 @@ def test_times_must_be_finite() -> None:
 
 def test_issued_holds_the_counts_of_its_microbatch() -> None:
     chunks = (Chunk(3, 0, 256, 128), Chunk(4, 1, 0, 16), Chunk(1, 0, 300, 1, decode=True))
-    event = Issued.of(MicroBatch(7, chunks, issued_s=1.5), pages_used=9, tokens_held=130)
+    event = Issued.of(MicroBatch(7, chunks, issued_s=1.5), KVUse(9, 130))
     assert event.text == "m7[s3:256+128 s4.1:0+16 | d s1:300]"
     assert (event.at_s, event.num_tokens, event.num_chunks) == (1.5, 145, 2)
     assert (event.decode_context, event.prefill_attention) == (301, 128 * 256 + 8192 + 128)
@@ -117,7 +119,21 @@ def test_issued_holds_the_counts_of_its_microbatch() -> None:
 def test_issued_names_the_sequences_of_further_choices() -> None:
     second, third = 3 + NEXT_CHOICE, 11 + 12 * NEXT_CHOICE
     chunks = (Chunk(3, 0, 0, 16), Chunk(second, 2, 16, 8), Chunk(1, 0, 9, 1, decode=True))
-    event = Issued.of(MicroBatch(7, (*chunks, Chunk(third, 0, 300, 1, decode=True))), pages_used=9, tokens_held=130)
+    event = Issued.of(MicroBatch(7, (*chunks, Chunk(third, 0, 300, 1, decode=True))), KVUse(9, 130))
     assert event.text == "m7[s3:0+16 s3/1.2:16+8 | d s1:9 s11/12:300]"
     assert event.sequences == [3, second, 1, third]
     assert decode(encode(event)) == event
+
+
+def test_figures_of_the_prefix_cache_are_written_only_if_it_did_something() -> None:
+    """Without a prefix cache, a trace has the form that it had before there was one."""
+    microbatch = MicroBatch(7, (Chunk(3, 0, 32, 8),), issued_s=1.5)
+    plain, found = Issued.of(microbatch, KVUse(9, 130)), Issued.of(microbatch, KVUse(9, 130, 4, 32, 16, 2))
+    ended = RequestFinished(3, 0.0, 1.0, 2.0, 2.0, 40, 1, "length")
+    names = ("ki", "cached_tokens", "resumed_tokens", "evictions", "prefix_cache")
+    for event in (plain, ended, start(0, 1)):
+        assert not json.loads(encode(event)).keys() & set(names)
+        assert decode(encode(event)) == event
+    written = json.loads(encode(found))
+    assert [written[name] for name in names[:4]] == [4, 32, 16, 2]
+    assert (found.idle_pages, found.cached_tokens, found.resumed_tokens, found.evictions) == (4, 32, 16, 2)

@@ -240,4 +240,5 @@ def test_the_measuring_run_is_the_users_but_for_its_schedule() -> None:
     config = calibration_config(asked)
     assert (config.policy, config.chunk_size, config.inflight) == ("calibration:seed=4", 2048, None)
     assert config.head == "last", "a stage with a head and one without are not the same to fit"
-    assert replace(config, policy=asked.policy, chunk_size=None, inflight=9, head="auto") == asked
+    assert config.prefix_cache == "off"
+    assert replace(config, policy=asked.policy, chunk_size=None, inflight=9, head="auto", prefix_cache="auto") == asked

@@ -125,3 +125,22 @@ def test_a_policy_that_goes_by_the_longest_request_there_may_be_is_told_the_run_
     work = parse_workload("fixed:n=8,prompt=900,output=4")
     many = [predict(profile(2), work, run_of(2, policy="chunkllm", max_model_len=most)) for most in (904, 8192)]
     assert many[0].microbatches > many[1].microbatches
+
+
+def test_a_cache_is_predicted_only_for_prompts_that_share_tokens() -> None:
+    """Simulated prompts without ids are all equal. If they met a cache, it would find nearly every token."""
+    plain, shared = "fixed:n=40,prompt=400,output=9", "fixed:n=40,prompt=400,output=9,shared=320,groups=2"
+    modes = ("off", "prompts", "all")
+    off, prompts, everything = (predict(profile(2), parse_workload(plain), run_of(2, prefix_cache=m)) for m in modes)
+    assert off == prompts == everything
+    none, found = (predict(profile(2), parse_workload(shared), run_of(2, prefix_cache=m)) for m in modes[:2])
+    assert none == off
+    prefill_s = 2e-4 * 40 * 400
+    assert found.wall_s < none.wall_s - 0.6 * prefill_s
+
+
+def test_a_workload_that_shares_prefixes_has_fewer_tokens_to_compute() -> None:
+    demand = Demand.of(parse_workload("fixed:n=10,prompt=100,output=21,shared=80,groups=2"))
+    assert (demand.num_requests, demand.prompt_tokens, demand.decodes) == (10, 2 * 100 + 8 * 20, 200)
+    assert demand.pair_tokens == (10 * 100 * 100 - 8 * 80 * 80) / 2
+    assert demand.key_tokens == 10 * 20 * (100 + 10.5)

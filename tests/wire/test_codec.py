@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sarathi_pp.core.draw_rules import MOST_MICROBATCH_BYTES, Failure
+from sarathi_pp.core.pages import MOST_SHARED_PAGES
 from sarathi_pp.core.plan import (
     Chunk,
     ChunkLogprobs,
@@ -152,16 +153,33 @@ def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages
     count = data.draw(st.integers(1, min(max_tokens, max_seqs)))
     lengths = [max_tokens // count] * count
     row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)
+    shares_pages = data.draw(st.booleans())
+    shared = tuple(range(MOST_SHARED_PAGES * shares_pages))
     rules = b"x" * (MOST_MICROBATCH_BYTES // count)
     parts = tuple(
         Chunk(
-            i, 0, 0, n, False, (1,) * n, tuple(range(-(-n // page_size))), row, rules=rules, scored=Scored(1, n, 2, 3)
+            i,
+            0,
+            0,
+            n,
+            False,
+            (1,) * n,
+            (*shared[i::count], *range(-(-n // page_size))),
+            row,
+            rules=rules,
+            scored=Scored(1, n, 2, 3),
         )
         for i, n in enumerate(lengths)
     )
     microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
     head = codec.encode(codec.MicroBatchFrame(microbatch, (StageTime(0, 0.0),) * stages), 0)
-    bound = codec.max_frame_bytes(max_tokens=max_tokens, max_seqs=max_seqs, page_size=page_size, num_stages=stages)
+    bound = codec.max_frame_bytes(
+        max_tokens=max_tokens,
+        max_seqs=max_seqs,
+        page_size=page_size,
+        num_stages=stages,
+        shares_pages=shares_pages,
+    )
     assert len(head) <= bound
     tops = ((1, -0.5),) * MOST_LOGPROBS
     tokens = tuple(SampledToken(i, 0, 1, logprobs=TokenLogprobs(-0.5, tops)) for i in range(count))

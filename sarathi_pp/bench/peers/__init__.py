@@ -173,6 +173,7 @@ PEERS = {
                 "pp": Parameter("1"),
                 "launch": Parameter("own", ("own", "torchrun")),
                 "kv": Parameter("4"),
+                "prefix": Parameter("on", ("on", "off")),
             },
             _vllm_environment,
         ),

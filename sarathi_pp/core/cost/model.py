@@ -154,6 +154,14 @@ class CostModel:
     def seconds(self, stage: int, load: Load) -> float:
         return self.stages[stage].seconds(self.row(load))
 
+    def prefix_seconds(self, num_tokens: int) -> float:
+        """Return the seconds of the first tokens of a prompt, summed over the stages, in microbatches with others.
+
+        They do not contain the fixed time of microbatches, nor that of tiles which are not full.
+        """
+        tiles, attention = num_tokens / self.tile, num_tokens**2 / 2
+        return sum(stage.a1 * tiles + stage.a2 * attention for stage in self.stages)
+
     def head_seconds(self, load: Load) -> float:
         """Return the seconds of a microbatch's LM head alone, whichever stage computes it."""
         return self.stages[-1].head_s * load.decodes

@@ -200,7 +200,7 @@ def _choose_cycle(view: View, slowest: _Slowest, cost: CostModel, decoding: _Dec
         return _Cycle(max(1, step * math.ceil(decodes / step)), fewest, inflight, prompts=False)
     # The policy sees at most max_num_seqs waiting requests in advance. If that many wait, there may be more.
     may_be_more = len(view.waiting) >= limits.max_num_seqs
-    all_can_start = not may_be_more and view.waiting_tokens <= sum(s.known for s in view.waiting)
+    all_can_start = not may_be_more and view.waiting_tokens <= sum(s.remaining for s in view.waiting)
     ratio = _prompt_to_output(view)
     size, rate = _sustained(view, stage, cost, decoding, ratio, inflight)
     if not all_can_start and inflight != fewest:
@@ -322,7 +322,7 @@ def _prompt_to_output(view: View) -> float:
 
 def _least_ratio_so_far(view: View) -> float:
     running = (s for s in view.running.values() if s.known > s.num_prompt)
-    return min((s.num_prompt / (s.known - s.num_prompt) for s in running), default=_PRIOR_RATIO)
+    return min((max(0, s.num_prompt - s.num_found) / (s.known - s.num_prompt) for s in running), default=_PRIOR_RATIO)
 
 
 def _chunks(view: View, budget: int) -> list[Grant]:

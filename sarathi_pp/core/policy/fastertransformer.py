@@ -26,6 +26,8 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View
 @dataclass(slots=True)
 class FasterTransformer(Policy):
     uses_chunk_size: ClassVar[bool] = False
+    # A batch is filled once, so a sequence that is left out of it waits until all its requests are complete.
+    holds_sequences: ClassVar[bool] = False
 
     _batches: list[list[int]] = field(default_factory=list, init=False)  # requests by index, one batch per stage
 

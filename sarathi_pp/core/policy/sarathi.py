@@ -39,8 +39,9 @@ class Sarathi(Policy):
     def _chunk_limit(self, sequence: SequenceView, limits: Limits) -> int:
         if not self.even:
             return limits.chunk_size
-        num_chunks = -(-sequence.known // limits.chunk_size)
-        return -(-sequence.known // num_chunks)
+        tokens = sequence.known - sequence.num_found
+        num_chunks = -(-tokens // limits.chunk_size)
+        return -(-tokens // num_chunks)
 
     def max_tokens(self, limits: Limits) -> int:
         return limits.chunk_size

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
+from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.errors import PolicyError, StoppedError
 
@@ -33,6 +34,8 @@ class SequenceView(Protocol):
     @property
     def num_prompt(self) -> int: ...
     @property
+    def num_found(self) -> int: ...
+    @property
     def remaining(self) -> int: ...
     @property
     def decoding(self) -> bool: ...
@@ -55,6 +58,9 @@ class Limits:
         longrope_after: most tokens for which a sequence's rotary embeddings use the short factors (longrope). A
             sequence that becomes longer waits again, and all its tokens are computed with the long factors. None: the
             embeddings do not depend on the length.
+        prefix_cache: which KV pages are entered in the index, so that sequences can share them: none, those whose
+            tokens all came in chunks of prompts, or all.
+        most_idle_pages: most pages that are kept for sharing while no sequence holds them; None for all.
     """
 
     num_stages: int
@@ -65,6 +71,8 @@ class Limits:
     num_pages: int
     inflight: int
     longrope_after: int | None = None
+    prefix_cache: PrefixCacheMode = "off"
+    most_idle_pages: int | None = None
 
     @property
     def max_decodes(self) -> int:
@@ -77,16 +85,19 @@ class View(NamedTuple):
 
     Attributes:
         prefills: started sequences with known tokens that are not issued yet, oldest first.
-        waiting: sequences that may start now, oldest first. A grant admits the sequence.
+        waiting: sequences that may start now, oldest first. A grant admits the sequence. Held ones are left out
+            (Policy.holds_sequences). `issued` is the number of tokens whose pages were found.
         decodes: sequences that are ready for their next token, longest ready first.
         running: all started sequences by index, those whose next token is in flight included.
         num_inflight: number of microbatches in flight.
         slot: index of the next microbatch modulo the number of stages.
         free_tokens: number of tokens for which the free KV pages have room.
-        waiting_tokens: known tokens of all waiting sequences, those that cannot start yet included.
+        waiting_tokens: tokens to compute of all waiting sequences, those that cannot start yet included, without held
+            ones. For those that cannot start yet, it assumes the share of prompt tokens that was found so far.
         num_past_prompt: number of running sequences whose whole prompt is issued.
         tokens_past_prompt: known tokens of these sequences.
-        finished: (prompt tokens, output tokens) of the latest requests that finished, oldest first.
+        finished: (prompt tokens, output tokens) of the latest requests that finished, oldest first. Prompt tokens that
+            were found are left out.
         cost: cost model of the stages. None if nothing is known about them, or if the policy does not ask for it
             (`Policy.wants_cost`).
     """
@@ -135,6 +146,9 @@ class Policy(ABC):
     # Microbatches in flight beyond one per stage, unless the user or a profile sets their number. With one stage, there
     # are no spare microbatches.
     spare_microbatches: ClassVar[int] = 0
+    # A waiting sequence is left out of View.waiting while another one is about to compute its next KV page, which both
+    # can then share. Such a wait takes a few microbatches.
+    holds_sequences: ClassVar[bool] = True
     # The policy needs View.cost. The coordinator then spends time on each microbatch to learn its cost.
     wants_cost: ClassVar[bool] = False
     # The policy needs SequenceView.paragraph_ends. The tokenizer then spends time on each prompt to find them.

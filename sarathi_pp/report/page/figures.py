@@ -40,6 +40,7 @@ def _work(report: Mapping[str, Any]) -> tuple[tuple[str, str, str, str], ...]:
         ("in flight", f"{report['inflight']}", "microbatches", "limit of microbatches between issue and result"),
         ("prompt tokens", f"{report['prompt_tokens']:,}", "tokens", "of completed requests"),
         ("output tokens", f"{report['output_tokens']:,}", "tokens", "of completed requests"),
+        *_prefix_cache(report),
         ("chunks", formats.count(report["chunk_throughput"]), "per s", "prompt chunks that were computed"),
         ("all stages busy", formats.share(report["overlap"]), "of steady time", "all stages compute at once"),
         ("microbatch time cv", formats.share(report["microbatch_time_cv"]), "of the mean", "0% if all take equal time"),
@@ -53,6 +54,21 @@ def _work(report: Mapping[str, Any]) -> tuple[tuple[str, str, str, str], ...]:
         ("KV pages, mean", formats.count(kv["mean_used"]), "pages", "in use, over time"),
         ("KV room empty", formats.share(kv["fragmentation"]), "of used pages", "room that holds no token"),
         ("preemptions", f"{report['preemptions']:,}", "times", "a sequence lost its pages and was computed again"),
+    )
+
+
+def _prefix_cache(report: Mapping[str, Any]) -> tuple[tuple[str, str, str, str], ...]:
+    """Return the figures of the prefix cache; none if the run had none."""
+    cache = report.get("prefix_cache")
+    if not cache:
+        return ()
+    counts = f"{cache['cached_tokens']:,} of {cache['prompt_tokens']:,}"
+    saved_s = cache["saved_compute_s"]
+    return (
+        ("prompt tokens found", formats.share(cache["hit_rate"]), "of prompt tokens", f"in the prefix cache: {counts}"),
+        ("computed tokens", formats.count(report["computed_tokens_per_s"]), "per s", "tokens of all microbatches"),
+        ("compute saved", formats.seconds(saved_s), "s", "that the tokens found would take, all stages together"),
+        ("KV pages evicted", f"{cache['evictions']:,}", "pages", "left the prefix cache"),
     )
 
 

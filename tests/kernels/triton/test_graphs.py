@@ -172,6 +172,24 @@ def test_what_a_graph_gave_is_the_callers(model: Path) -> None:
     assert torch.equal(first, before) and first.shape[0] == 1 and second.shape[0] == 2
 
 
+@torch.inference_mode()
+def test_sequences_that_share_pages_may_have_more_page_ids_than_there_are_pages(model: Path) -> None:
+    """Beyond the room that a graph has for them, it does not fit."""
+    shared, own = (0, 1, 2), range(3, 3 + 8)
+    for num_shared, hits in ((2, 1), (3, 0)):
+        begin = num_shared * PAGE_SIZE
+        spans = [Span(begin, 1, (*shared[:num_shared], page)) for page in own]
+        assert NUM_PAGES < len(spans) * (num_shared + 1), "more than without sharing"
+        found = []
+        for shapes in ((), (Shape(8, 8, decodes=True),)):
+            stage = stages_of(model, shapes)[0]
+            stage.run([Span(0, begin, shared)], (), array("q", range(5, 5 + begin)), None)
+            found.append(stage.run(spans, (), array("q", range(5, 13)), None))
+        assert torch.allclose(found[0], found[1], rtol=0, atol=1e-5)
+        assert stage.graphs is not None
+        assert stage.graphs.hits == hits
+
+
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 512, 1000])
 def test_sizes_waste_at_most_an_eighth(most: int) -> None:
     sizes = graph_sizes(most)

@@ -197,3 +197,13 @@ def test_a_run_without_a_result_has_a_page_of_dashes() -> None:
     assert "bubble - steady - tokens per second - output -" in text
     assert "no end in the trace of stage 0" in text and "No value in this run." in text
     assert "None" not in text
+
+
+def test_what_the_prefix_cache_did_is_among_the_figures() -> None:
+    cache = {"cached_tokens": 32, "prompt_tokens": 128, "hit_rate": 0.25, "evictions": 1234, "saved_compute_s": 0.5}
+    assert "prefix cache" not in text_of(page_of(even_run()))
+    shown = text_of(page_of(even_run(prefix_cache=cache, computed_tokens_per_s=98.7)))
+    assert "prompt tokens found 25.0% of prompt tokens in the prefix cache: 32 of 128" in shown
+    assert "computed tokens 98.7 per s" in shown
+    assert "compute saved 0.50 s" in shown and "KV pages evicted 1,234 pages" in shown
+    assert "compute saved - s" in text_of(page_of(even_run(prefix_cache=cache | {"saved_compute_s": None})))

@@ -206,7 +206,8 @@ class RunConfig:
         for name, choices in chosen.items():
             _demand(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
         window = self.order_window
-        _demand(window is None or self.order != "input", "order_window", window, "left out if the order is 'input'")
+        ordered = self.order == "prefix" or (self.order == "auto" and self.prefix_cache != "off")
+        _demand(window is None or ordered, "order_window", window, "left out if rows keep the order of the input")
         split = self.layer_split
         _demand(
             split in (None, "even") or (isinstance(split, tuple) and all(map(is_int, split))),

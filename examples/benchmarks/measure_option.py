@@ -5,7 +5,8 @@
         --output docs/benchmarks/results/head.json
 
 `head`: the first stage computes the LM head of some microbatches, or the last stage computes all of them. `transport`:
-stages send through shared memory, or by gloo. `penalties`, `logprobs`: all requests have penalties, or want log
+stages send through shared memory, or by gloo. `prefix-cache`: requests may share KV pages, or not. No prompts here
+begin alike, so this is the cost of the cache. `penalties`, `logprobs`: all requests have penalties, or want log
 probabilities, or none do. There are two stages with one compute thread each. Both values of the option take turns in
 every round, with each policy.
 
@@ -106,6 +107,7 @@ OPTIONS = {
     for option in (
         Option.choice("head", HEADS),
         Option.choice("transport", TRANSPORTS),
+        Option.choice("prefix-cache", ("auto", "off")),
         Option("penalties", {"all": PENALTIES, "none": ()}),
         Option("logprobs", {"all": ("--logprobs", "5"), "none": ()}),
     )

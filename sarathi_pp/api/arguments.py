@@ -52,7 +52,7 @@ _OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the model. Choose it with dtype"),
     "cpu_offload_gb": ((0,), "weights stay on the device. Use more stages"),
     "swap_space": ((0,), "requests that do not fit into memory are computed again, not swapped"),
-    "enable_prefix_caching": ((True,), "write prefix_cache='off' instead. By default requests share pages"),
+    "enable_prefix_caching": ((True,), "write prefix_cache, such as prefix_cache='all'"),
     "enable_chunked_prefill": ((True,), "the policy decides whether prompts are cut. Choose one with policy"),
     "enable_lora": ((False,), _NOT_YET),
     "speculative_config": ((), _NOT_YET),
@@ -94,6 +94,9 @@ class Arguments:
     """The arguments that a program gave to an LLM."""
 
     def __init__(self, model: object, stages: object, options: Mapping[str, object]) -> None:
+        if options.get("enable_prefix_caching") is False and options.get("prefix_cache", "off") == "off":
+            options = {name: value for name, value in options.items() if name != "enable_prefix_caching"}
+            options = {**options, "prefix_cache": "off"}
         self._given = {"model": model, **({} if stages is None else {"stages": stages}), **options}
         self._names = {ALIASES.get(name, name): name for name in self._given}  # from a field to the name that was used
 

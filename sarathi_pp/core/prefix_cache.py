@@ -91,12 +91,7 @@ class PrefixCache:
         """Let a sequence begin with the pages that were found. Return the number of tokens in those that were idle."""
         if self.mode == "off":
             return 0
-        if sequence.epoch == 0:
-            self.prompt_tokens += sequence.num_prompt
-            sequence.num_cached = sequence.num_found
-            self.cached_tokens += sequence.num_found
-        else:
-            self.resumed_tokens += sequence.num_found
+        self._count(sequence)
         found = sequence.found
         sequence.pages, sequence.num_entered, sequence.enters = list(found), len(found), True
         self._expect(sequence)
@@ -149,6 +144,15 @@ class PrefixCache:
         if not self.cached_tokens:
             return num_tokens
         return math.ceil(num_tokens * (1 - self.cached_tokens / self.prompt_tokens))
+
+    def _count(self, sequence: Sequence) -> None:
+        """Count the tokens that a sequence has found, when it starts."""
+        if sequence.epoch == 0:
+            self.prompt_tokens += sequence.num_prompt
+            sequence.num_cached = sequence.num_found
+            self.cached_tokens += sequence.num_found
+        else:
+            self.resumed_tokens += sequence.num_found
 
     def _expect(self, sequence: Sequence) -> None:
         """Note the next page that a running sequence will enter, if its tokens are known."""

@@ -53,7 +53,7 @@ class PrefixOrder:
     def __init__(self, limits: Limits, most_rows: int = ROWS_OF_WINDOW) -> None:
         assert most_rows > 0, most_rows
         self._limits = limits
-        self._most_rows = most_rows
+        self.most_rows = most_rows
 
     def arranged(self, rows: Iterable[AnyRow | None]) -> Iterator[AnyRow]:
         """Yield the rows in this order. A row that cannot run is yielded at once.
@@ -72,7 +72,7 @@ class PrefixOrder:
                     yield row
                     continue
                 held = row.held_tokens if row is not None else 0
-                if row is None or len(window) == self._most_rows or num_tokens + held > TOKENS_OF_WINDOW:
+                if row is None or len(window) == self.most_rows or num_tokens + held > TOKENS_OF_WINDOW:
                     yield from self._depth_first(window)
                     num_tokens = 0
                 if row is not None:

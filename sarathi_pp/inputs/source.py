@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from sarathi_pp.core.prefix_order import PrefixOrder
+from sarathi_pp.core.prefix_order import TOKENS_OF_WINDOW, PrefixOrder
 from sarathi_pp.core.request import MAX_WAITING_TOKENS
 from sarathi_pp.errors import InputError, RowError
 from sarathi_pp.inputs.done import Done
@@ -28,8 +28,8 @@ from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.row import Row, shorten
 from sarathi_pp.trace.clock import Clock
 
-# Seconds for which a window of rows is read at least, if the engine has nothing to do before the window is full.
-_WINDOW_S = 1.0
+# Seconds for which a window of rows is read at least, if the engine lacks rows before the window is full.
+_WINDOW_S = 0.25
 
 
 class Source(Protocol):
@@ -69,12 +69,13 @@ class FileSource:
     Args:
         maker: turns each parsed line into a request.
         clock: gives the arrival times.
-        capacity: most requests that are read ahead. Reading also stops at MAX_WAITING_TOKENS of their prompts.
+        capacity: most requests that wait for the engine. Reading also stops at MAX_WAITING_TOKENS of their prompts.
         request_rate: input lines per second. They arrive as a Poisson process drawn from the run's seed. If the rate is
-            infinite, a line arrives when it is read.
+            infinite, a line arrives when it is read, or with an order when it may wait for the engine.
         done: input lines that an earlier start has answered. They are left out.
         asked: the format that the user named with --input-format.
-        order: the order in which lines arrive; None for that of the file. With it, the request rate must be infinite.
+        order: the order in which lines arrive; None for that of the file. With it, the request rate must be infinite,
+            and two windows of its rows are held besides the requests that wait.
 
     Raises:
         MissingError: see `check_input`.
@@ -106,10 +107,14 @@ class FileSource:
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
         self._num_tokens = 0  # tokens in self._rows
+        # Ordered rows that have not arrived yet: those of one window, while the next one is read.
+        self._ahead: deque[Row] = deque()
+        self._num_tokens_ahead = 0
+        self._opened_s = clock.now()  # when the first row of the open window was read
         self._failure: BaseException | None = None
         self._ended = False
         self._closed = False
-        self._awaited = False  # the engine waits for a line, and has had none since
+        self._awaited = False  # the engine lacks lines
         # The thread is a daemon, because a read of standard input that never returns must not keep the process alive.
         # The thread also opens the path. Opening a named pipe waits for its writer. If the main thread waited, it could
         # not handle signals.
@@ -128,8 +133,9 @@ class FileSource:
             while self._rows and len(rows) < limit and self._rows[0].arrival_s <= now_s:
                 rows.append(self._rows.popleft())
             self._num_tokens -= sum(row.held_tokens for row in rows)
+            self._advance()
+            self._awaited = len(rows) < limit and not self._rows
             if rows:
-                self._awaited = False
                 self._changed.notify_all()
             elif self._failure is not None and not self._rows and limit > 0:
                 raise self._failure
@@ -157,7 +163,8 @@ class FileSource:
             self._closed = True
             self._ended = True
             self._rows.clear()
-            self._num_tokens = 0
+            self._ahead.clear()
+            self._num_tokens = self._num_tokens_ahead = 0
             self._changed.notify_all()
 
     def _read(self) -> None:
@@ -179,40 +186,66 @@ class FileSource:
         with self._changed:
             self._changed.wait_for(lambda: self._has_room() or self._closed)
             if not self._closed:
-                self._rows.append(row)
-                self._num_tokens += row.held_tokens
+                self._ahead.append(row)
+                self._num_tokens_ahead += row.held_tokens
+                self._advance()
+                self._awaited = False
                 self._changed.notify_all()
             return not self._closed
 
     def _has_room(self) -> bool:
+        """Return whether a row can be put. If rows are ordered, a window of them may wait for room in the queue."""
+        if self._order is None:
+            return self._queue_has_room()
+        return len(self._ahead) < self._order.most_rows and self._num_tokens_ahead < TOKENS_OF_WINDOW
+
+    def _queue_has_room(self) -> bool:
         return len(self._rows) < self._capacity and self._num_tokens < MAX_WAITING_TOKENS
+
+    def _advance(self) -> None:
+        """Move rows into the queue while it has room. With an order, a row arrives then."""
+        while self._ahead and self._queue_has_room():
+            row = self._ahead.popleft()
+            self._num_tokens_ahead -= row.held_tokens
+            self._num_tokens += row.held_tokens
+            self._rows.append(row if self._order is None else row.arriving(self._clock.now()))
 
     def _file_rows(self, stream: io.BufferedReader) -> Iterator[Row]:
         """Yield each row that is left to answer, in the order in which the rows arrive."""
         rows = self._rows_as_read(stream)
-        if self._order is not None:
-            # A row arrives when it leaves the window.
-            rows = (row.arriving(self._clock.now()) for row in self._order.arranged(self._until_needed(rows)))
-        for row in rows:
+        if self._order is None:
+            for row in rows:
+                if row is not None:
+                    yield from row.choices()
+            return
+        for row in self._order.arranged(self._until_needed(rows)):
             yield from row.choices()
+            if row.request is not None:
+                self._opened_s = self._clock.now()
 
-    def _until_needed(self, rows: Iterator[Row]) -> Iterator[Row | None]:
-        """Yield the rows, and None when the engine has nothing to do. Without it, a window is read to its end first.
+    def _until_needed(self, rows: Iterator[Row | None]) -> Iterator[Row | None]:
+        """Yield the rows, and None when the engine lacks rows. Without it, a window is read to its end first.
 
         Tokenising a window may take seconds.
-        """
-        opened_s = self._clock.now()
-        for row in rows:
-            if self._awaited and self._clock.now() - opened_s >= _WINDOW_S:
-                yield None
-                opened_s = self._clock.now()
-            yield row
 
-    def _rows_as_read(self, stream: io.BufferedReader) -> Iterator[Row]:
+        Args:
+            rows: None among them is a line that has its answer already.
+        """
+        for row in rows:
+            if self._awaited and self._clock.now() - self._opened_s >= _WINDOW_S:
+                yield None
+                self._opened_s = self._clock.now()
+            if row is not None:
+                yield row
+
+    def _rows_as_read(self, stream: io.BufferedReader) -> Iterator[Row | None]:
+        """Yield a row for each line, and None for a line that has its answer already."""
         for parsed in parsed_lines(self._path, stream, self._asked):
             if self._closed:
                 return
-            if not take_done(self._done, parsed):
+            if take_done(self._done, parsed):
+                yield None
+            else:
                 drawn_s = next(self._arrivals, None)
                 yield self._row(parsed, self._clock.now() if drawn_s is None else drawn_s)
 

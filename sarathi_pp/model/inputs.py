@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Most page ids of a microbatch for a CUDA graph, per page. Sequences that share pages may have more ids than pages.
-_PAGE_IDS_PER_PAGE = 8
+_PAGE_IDS_PER_PAGE = 4
 # Added to the positions of rows whose rotary embeddings use the long factors. It is larger than any position.
 LONG_FACTORS = 1 << 32
 

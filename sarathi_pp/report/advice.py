@@ -192,11 +192,11 @@ def _tried(report: Report, proposal: _Proposal, trial: Trial) -> Advice | None:
 
 
 def _untested(report: Report, reason: str) -> Advice | None:
-    """Return the first remedy for seats that shared pages allow, or against the largest cause that has a remedy.
+    """Return the first remedy against the largest cause that has one, or else for seats that shared pages allow.
 
-    Return None if there is none, such as for a small bubble.
+    Return None if there is none.
     """
-    for proposal in (*_shared_pages(report), *_bubble(report)):
+    for proposal in (*_bubble(report), *_shared_pages(report)):
         for remedy in proposal.remedies:
             return Advice("untested", f"{proposal.seen} {remedy.request}. Not tried: {reason}.", remedy.option, None)
     return None
@@ -296,9 +296,14 @@ def _shared_pages(report: Report) -> Iterator[_Proposal]:
 
 
 def _room_for(remedy: Remedy, report: Report) -> bool:
-    """Return whether the KV pages suffice for the seats of a remedy, if a seat needs what it needed in the run."""
-    kv, seats = report["kv"], remedy.change.max_num_seqs or 0
-    return bool(kv["peak_used"] * seats <= _ROOMY * kv["pages"] * report["max_num_seqs"])
+    """Return whether the KV pages suffice for the seats of a remedy because requests share pages.
+
+    A seat needs what it needed in the run. Without sharing, it would need the pages of the tokens found too.
+    """
+    kv, seats, wanted = report["kv"], report["max_num_seqs"], remedy.change.max_num_seqs or 0
+    found = report["prefix_cache"]["cached_tokens"] / report["completed"] / kv["page_size"]
+    needed, needed_alone = kv["peak_used"] * wanted / seats, (kv["peak_used"] + found * seats) * wanted / seats
+    return bool(needed <= _ROOMY * kv["pages"] < needed_alone)
 
 
 def _short_prompts(report: Report) -> Iterator[_Proposal]:

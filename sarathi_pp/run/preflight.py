@@ -187,17 +187,18 @@ def _check_order(options: BatchOptions) -> None:
         ConfigError: the input is a stream, or its lines arrive one after the other.
     """
     config = options.config
-    if config.order != "prefix":
+    if config.order != "prefix" and config.order_window is None:
         return
+    option = "--order prefix" if config.order == "prefix" else f"--order-window {config.order_window}"
     if not is_regular(options.input_path):
         raise ConfigError(
-            f"--order prefix: --input {options.input_path} is a stream, which is answered while it is written; give a "
-            f"regular file, or leave out --order"
+            f"{option}: --input {options.input_path} is a stream, which is answered while it is written; give a "
+            f"regular file, or leave out {option}"
         )
     if config.request_rate != math.inf:
         raise ConfigError(
-            f"--order prefix: with --request-rate {config.request_rate:g} the lines arrive in the order of the input; "
-            f"leave out one of the two options"
+            f"{option}: with --request-rate {config.request_rate:g} the lines arrive in the order of the input; leave "
+            f"out one of the two options"
         )
 
 

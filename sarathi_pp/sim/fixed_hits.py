@@ -36,5 +36,5 @@ class FixedHits(PrefixCache):
     def begin(self, sequence: Sequence) -> int:
         """Return the number of tokens that the sequence's own pages hold from the start."""
         sequence.num_entered = sequence.num_found // self._pool.page_size
-        sequence.num_cached = sequence.num_found
+        self._count(sequence)
         return sequence.num_found

@@ -2,9 +2,9 @@
 
 The simulation uses the recorded facts: the requests with their arrivals and lengths, the cost of microbatches, the
 times of links, and the time of hosts per microbatch. Tokens that a request found in the prefix cache are found again,
-and are not computed. The run is simulated with and without the change, so effects that
-the simulator does not know are missing from both. If they are large, the simulated run without a change is not as long
-as the real one. Then there is no result.
+and are not computed. The run is simulated with and without the change, so effects that the simulator does not know are
+missing from both. If they are large, the simulated run without a change is not as long as the real one. Then there is
+no result.
 
 Of a long run only the first requests are simulated. Times are read before the last of these have finished, because the
 simulated pipeline then drains (less and less of it is in use). The real run did not drain at that time.

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -428,7 +429,7 @@ def test_a_row_arrives_when_it_leaves_the_window(tmp_path):
     assert all(row.request is None or row.request.arrival_s == row.arrival_s for row in rows)
 
 
-def test_a_window_is_all_that_is_read_ahead(tmp_path):
+def test_two_windows_are_all_that_is_read_ahead(tmp_path):
     path = tmp_path / "in.jsonl"
     with open(path, "w") as file:
         for number in range(300):
@@ -448,25 +449,25 @@ def test_a_window_is_all_that_is_read_ahead(tmp_path):
     while not source.exhausted:
         source.wait(None)
         taken += len(source.take(1))
-        # In the queue, the row that waits for room there, in the window, and the row that was read last.
-        assert len(read) <= taken + 10 + 1 + 20 + 1
+        # In the queue, ahead of it, in the next window, and the row that was read last.
+        assert len(read) <= taken + 10 + 20 + 20 + 1
     assert taken == len(read) == 300
 
 
 @pytest.mark.parametrize(
     ("first", "second", "found"),
     [
-        ((True, 0.9), (False, 0.0), "024135"),
-        ((False, 1.0), (False, 0.0), "024135"),
-        ((True, 1.0), (False, 1.0), "01 2435"),
-        ((True, 1.0), (True, 0.9), "01 2435"),
-        ((True, 1.0), (True, 1.0), "01 2354"),
+        ((True, 0.2), (False, 0.0), "024135"),
+        ((False, 0.3), (False, 0.0), "024135"),
+        ((True, 0.3), (False, 0.3), "01 2435"),
+        ((True, 0.3), (True, 0.2), "01 2435"),
+        ((True, 0.3), (True, 0.3), "01 2354"),
     ],
 )
-def test_a_window_ends_early_if_the_engine_has_nothing_to_do(first, second, found, tmp_path):
-    """After two rows of six, and after three, the engine waits or does not, and seconds pass.
+def test_a_window_ends_early_if_the_engine_lacks_rows(first, second, found, tmp_path):
+    """After two rows of six, and after three, the engine lacks rows or does not, and seconds pass.
 
-    A window ends early if the engine waits, and the window was opened at least 1 s before.
+    A window ends early if the engine lacks rows, and the window was opened at least 0.25 s before.
     """
     words = ("x", "yy") * 3
     path = write(tmp_path, *(prompt(str(number), word) for number, word in enumerate(words)))
@@ -484,15 +485,41 @@ def test_a_window_ends_early_if_the_engine_has_nothing_to_do(first, second, foun
     taken = []
     for number in range(6):
         assert read.acquire(timeout=patient(10))
-        taken.append("".join(row.id for row in source.take(10)))
-        waits, seconds = {2: first, 3: second}.get(number, (False, 0.0))
-        if waits:
-            source.wait(0)
+        lacks_rows, seconds = {2: first, 3: second}.get(number, (False, 0.0))
+        if number == 3:
+            arrived = [row.id for row in source._rows]
+        if lacks_rows:
+            taken += [row.id for row in source.take(10)]
         clock.sleep(seconds)
         go_on.release()
     source._thread.join(patient(10))
-    taken.append("".join(row.id for row in source.take(10)))
-    assert "".join(taken) == found.replace(" ", "") and taken[3] == ("01" if " " in found else "")
+    taken += [row.id for row in source.take(10)]
+    assert "".join(taken) == found.replace(" ", "") and arrived == (["0", "1"] if " " in found else [])
+
+
+def test_the_next_window_is_read_while_the_rows_of_one_wait(tmp_path):
+    """4 rows wait for the engine and 6 are ahead of them, and two more of the second window could not be put."""
+    path = write(tmp_path, *(prompt(str(number), "x") for number in range(100)))
+    read: list[str] = []
+
+    class Counted(Words):
+        def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
+            if text == "x":
+                read.append(text)
+            return super().__call__(text, **kwargs)
+
+    order = PrefixOrder(Limits(1, 8, 4, 64, 1, 64, 1, prefix_cache="all"), 6)
+    source = FileSource(path, maker(backend=Counted()), clock=CLOCK, capacity=4, order=order)
+    end_s = time.monotonic() + patient(10)
+    while len(read) < 12 and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert 12 <= len(read) <= 13 and len(source._rows) == 4
+    taken = []
+    while not source.exhausted:
+        source.wait(None)
+        taken += source.take(3)
+        assert len(source._rows) <= 4 and len(source._ahead) <= 6
+    assert [row.line for row in taken] == list(range(1, 101))
 
 
 def test_what_stops_the_reader_is_raised_after_the_rows_of_the_window(tmp_path):

@@ -37,7 +37,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
     )
     llm.generate(prompts[:2], [_greedy(vllm, 4)] * 2, use_tqdm=False)
-    llm.reset_prefix_cache()  # no prompt of the work may be there before it starts
+    if not llm.reset_prefix_cache():  # no prompt of the work may be there before it starts
+        sys.exit("vLLM did not empty its prefix cache after the warm-up")
     ready = time.perf_counter()
     answers = llm.generate(prompts, sampling, use_tqdm=False)
     end = time.perf_counter()

@@ -173,8 +173,11 @@ def test_what_a_graph_gave_is_the_callers(model: Path) -> None:
 
 
 @torch.inference_mode()
-def test_sequences_that_share_pages_may_have_more_page_ids_than_there_are_pages(model: Path) -> None:
+def test_sequences_that_share_pages_may_have_more_page_ids_than_there_are_pages(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beyond the room that a graph has for them, it does not fit."""
+    monkeypatch.setattr("sarathi_pp.model.inputs._PAGE_IDS_PER_PAGE", 2)
     shared, own = (0, 1, 2), range(3, 3 + 8)
     for num_shared, hits in ((2, 1), (3, 0)):
         begin = num_shared * PAGE_SIZE

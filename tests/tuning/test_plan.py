@@ -366,3 +366,16 @@ def test_a_quantised_model_is_planned_with_the_memory_of_its_floats(tmp_path: Pa
         assert 0.25 < ours["stored_bytes"] / theirs["stored_bytes"] < 0.9
     assert any(line.startswith("GiB that each stage reads from its files (FP8") for line in rendered(document))
     assert not any("reads from its files" in line for line in rendered(whole))
+
+
+@pytest.mark.parametrize(
+    ("workload", "seats", "noted"),
+    [
+        ("fixed:n=64,prompt=330,output=34,shared=304", 4, "--max-num-seqs 8"),
+        ("fixed:n=64,prompt=330,output=34", 4, None),
+        ("fixed:n=4,prompt=330,output=34,shared=304", 4, None),
+    ],
+)
+def test_requests_that_share_pages_get_more_seats(tmp_path: Path, workload: str, seats: int, noted: str | None) -> None:
+    notes = plan(tmp_path, workload=workload, max_num_seqs=seats)["notes"]
+    assert (len(notes) == 1 and noted in notes[0]) if noted else notes == []

@@ -1,4 +1,4 @@
-"""Sequences that share pages: a model of the KV cache shows that each one reads what it would have written itself."""
+"""Sequences that share pages. A model of the KV cache checks that each one reads what belongs to its own tokens."""
 
 from __future__ import annotations
 

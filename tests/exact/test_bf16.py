@@ -5,7 +5,6 @@ Exact tokens are not promised there, because rounding decides a few of the token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -28,14 +27,6 @@ THINNED = [
 ]
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: int) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
-import torch
 
 from sarathi_pp.core import policy as policies
 from tests import thinning
@@ -29,14 +28,6 @@ SHORT = 2 * WINDOW
 WINDOWED = ("qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def default_cases(number: int) -> set[tuple[int, int, str]]:

@@ -29,14 +29,6 @@ HOT = {"temperature": 1.5, "top_k": 50}
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def cases() -> Iterator[object]:
     """Return every family in every shape; by default, one shape for each family."""
     for number, family in enumerate(FAMILIES):

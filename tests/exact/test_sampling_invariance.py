@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
 from sarathi_pp.sampling_params import SamplingParams
 from tests.engine.pipeline import run_pipeline
@@ -39,14 +38,6 @@ VARIATIONS = {
 }
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(**changed: object) -> list[SamplingParams]:

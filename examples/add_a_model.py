@@ -97,7 +97,7 @@ def run_slices(directory: Path, prompt: torch.Tensor) -> torch.Tensor:
     facts = support.check_model(directory)
     backend = choose_backend("auto", CPU, PAGE_SIZE)
     stages = [load_stage(directory, part, facts.num_layers, torch.float32, CPU, backend) for part in STAGES]
-    shape = (facts.num_kv_heads, facts.head_dim, torch.float32, CPU)
+    shape = (facts.caches, torch.float32, CPU)
     caches = [KVShard(part, NUM_PAGES, PAGE_SIZE, *shape) for part in STAGES]
     logits = []
     first = 0

@@ -79,7 +79,7 @@ def load(directory: Path, most_tokens: int, *, replaced: Replaced = (), attentio
     with replacing(replaced):
         model = load_stage(directory, layers, facts.num_layers, torch.bfloat16, CPU, backend)
         warm_linears(model.module, most_tokens, time.perf_counter)
-    kv = KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.bfloat16, CPU)
+    kv = KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.caches, torch.bfloat16, CPU)
     for layer in range(*layers):
         kv.keys(layer).normal_()
         kv.values(layer).normal_()

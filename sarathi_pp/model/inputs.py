@@ -34,6 +34,7 @@ class Span(NamedTuple):
             a decode in another order than that of a chunk. They sum a prompt's token as in a chunk, so that its bits do
             not depend on how the prompt was cut into chunks.
         long_factors: the rotary embeddings use the long factors (longrope).
+        slot: id of the sequence's state slot; -1 in a model without states.
     """
 
     start: int
@@ -41,6 +42,7 @@ class Span(NamedTuple):
     pages: Sequence[int]
     prompt: bool = False
     long_factors: bool = False
+    slot: int = -1
 
 
 class SpanRows(NamedTuple):
@@ -52,6 +54,7 @@ class SpanRows(NamedTuple):
         num_pages: number of pages that hold the keys [0, end): ceil(end / page_size).
         of_all: page ids of all spans of the microbatch, one span after the other.
         prompt: see Span.
+        slot: see Span.
     """
 
     start: int
@@ -61,6 +64,7 @@ class SpanRows(NamedTuple):
     num_pages: int
     of_all: Tensor
     prompt: bool = False
+    slot: int = -1
 
     @property
     def pages(self) -> Tensor:
@@ -205,7 +209,7 @@ class _Layout(NamedTuple):
     def of(cls, spans: Sequence[Span], page_size: int) -> _Layout:
         positions, write_pages, write_offsets, pages = array("q"), array("q"), array("q"), array("q")
         used: list[int] = []
-        for at, num_tokens, table, _, long_factors in spans:
+        for at, num_tokens, table, _, long_factors, _ in spans:
             end = at + num_tokens
             shift = LONG_FACTORS if long_factors else 0
             needed = -(-end // page_size)
@@ -235,8 +239,8 @@ class _Layout(NamedTuple):
         """
         made: list[SpanRows] = []
         first_row = first_page = 0
-        for (start, num_tokens, _, prompt, _), used in zip(spans, self.used, strict=True):
-            made.append(SpanRows(start, num_tokens, first_row, first_page, used, page_ids, prompt))
+        for (start, num_tokens, _, prompt, _, slot), used in zip(spans, self.used, strict=True):
+            made.append(SpanRows(start, num_tokens, first_row, first_page, used, page_ids, prompt, slot))
             first_row += num_tokens
             first_page += used
         return tuple(made)

@@ -115,9 +115,7 @@ def make_shard(
     needed, room = shard_bytes(run, facts, layers, dtype), room_bytes(device)
     try:
         if needed <= room or device.type != "cpu":
-            return KVShard(
-                layers, run.num_pages, run.page_size, facts.num_kv_heads, facts.head_dim, dtype, device, spare=spare
-            )
+            return KVShard(layers, run.num_pages, run.page_size, facts.caches, dtype, device, spare=spare)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -136,7 +134,7 @@ def count_pages(
     Raises:
         CapacityError: not even one page fits.
     """
-    one = page_bytes(layers[1] - layers[0], page_size, facts.num_kv_heads, facts.head_dim, dtype)
+    one = page_bytes(facts.caches[slice(*layers)], page_size, dtype)
     if budget_bytes < one:
         raise CapacityError(
             f"layers [{layers[0]}, {layers[1]}) need {one} bytes for one KV page of {page_size} tokens, and "
@@ -147,8 +145,7 @@ def count_pages(
 
 def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype) -> int:
     """Return the bytes of all KV pages of a stage with the layers [first, end)."""
-    num_layers = layers[1] - layers[0]
-    return run.num_pages * page_bytes(num_layers, run.page_size, facts.num_kv_heads, facts.head_dim, dtype)
+    return run.num_pages * page_bytes(facts.caches[slice(*layers)], run.page_size, dtype)
 
 
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:

@@ -351,7 +351,7 @@ class _Stage:
             num_pages += needed
         facts = self._facts
         longrope_after = facts.longrope_after or facts.max_position_embeddings
-        kv = KVShard(self._layers, num_pages, _PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.float32, _CPU)
+        kv = KVShard(self._layers, num_pages, _PAGE_SIZE, facts.caches, torch.float32, _CPU)
         for microbatch in _microbatches([len(prompt) for prompt in prompts]):
             spans = [
                 Span(first, end - first, tables[index], long_factors=len(prompts[index]) > longrope_after)

@@ -15,6 +15,7 @@ import torch
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.layer_cache import token_values
 from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.process.host import memory_pools
@@ -101,7 +102,7 @@ class CheckMemory:
     def _working_bytes(self, layers: Layers, lengths: Sequence[int]) -> int:
         """Return the bytes for the activations of a stage, those of each layer included, in the largest group."""
         facts, (first, end) = self.facts, layers
-        row = (end - first + 1) * (facts.hidden_size + 2 * facts.num_kv_heads * facts.head_dim)
+        row = (end - first + 1) * facts.hidden_size + token_values(facts.caches[first:end])
         logits = facts.vocab_size if end == facts.num_layers else 0
         most = 0
         for group in split_groups(lengths):

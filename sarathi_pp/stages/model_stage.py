@@ -237,7 +237,7 @@ class ModelStages:
         largest = LargestMicrobatch.of(parse_policy(self._config.policy), limits)
         assert self._loaded is not None, "load comes first"
         try:
-            kv = KVShard(layers, 1, self.page_size, facts.num_kv_heads, facts.head_dim, self._dtype, device, spare=True)
+            kv = KVShard(layers, 1, self.page_size, facts.caches, self._dtype, device, spare=True)
             computing = measure_working_bytes(
                 self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self._has_graphs()
             )

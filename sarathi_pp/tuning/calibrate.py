@@ -145,7 +145,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, measurement: Measurement, dtyp
     held = facts.sharded(run.tensor_parallel_size)
 
     def sized(layers: tuple[int, int]) -> int:
-        return page_bytes(layers[1] - layers[0], run.page_size, held.num_kv_heads, held.head_dim, dtype)
+        return page_bytes(held.caches[slice(*layers)], run.page_size, dtype)
 
     model = measurement.fit.model
     stages = tuple(replace(stage, page_bytes=sized(stage.layers)) for stage in model.stages)

@@ -207,8 +207,7 @@ class ModelMemory:
         return replace(self, weights=weights, config=config)
 
     def page_bytes(self, layers: Span) -> int:
-        facts = self.rank_facts
-        return page_bytes(layers[1] - layers[0], self.page_size, facts.num_kv_heads, facts.head_dim, self.dtype)
+        return page_bytes(self.rank_facts.caches[slice(*layers)], self.page_size, self.dtype)
 
     def least_kv_bytes(self, layers: Span) -> int:
         """Return the bytes of the KV pages that one request of the longest length needs."""

@@ -204,7 +204,7 @@ def run_pipeline(
     headers = [QueueChannel(clock, inflight + 1) for _ in chains[1:]]  # from the leader to its other shards
     runners = {}
     for (shard, chain), index in product(enumerate(chains), range(stages)):
-        kv = KVShard(chain[index].layers, num_pages, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU)
+        kv = KVShard(chain[index].layers, num_pages, page_size, facts.caches, dtype, CPU)
         head = head_of(directory, dtype) if moves_head and index == 0 else None
         grammars = GrammarThread(TokenizerFiles(directory))
         stage = ModelStage(chain[index], kv, facts.hidden_size, dtype, CPU, head, grammars=grammars)

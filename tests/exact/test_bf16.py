@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(60)
 def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: int) -> Tensor:
     """Compute the (T, vocab) logits of one sequence in chunks, through two stages."""
     facts, models = stage_models(directory, 2, dtype)
-    kvs = [KVShard(model.layers, 16, page_size, facts.num_kv_heads, facts.head_dim, dtype, CPU) for model in models]
+    kvs = [KVShard(model.layers, 16, page_size, facts.caches, dtype, CPU) for model in models]
     is_long = facts.longrope_after is not None and sum(CHUNKS) > facts.longrope_after
     rows, start = [], 0
     for num_tokens in CHUNKS:

@@ -11,6 +11,7 @@ from sarathi_pp.model.attention import AttentionBackend, choose_backend
 from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,12 @@ class Case:
         layer = 3
         self.layer = layer
         self.kv = KVShard(
-            (layer, layer + 1), sum(counts) + 3, self.page_size, self.num_kv_heads, self.head_dim, self.dtype, CPU
+            (layer, layer + 1),
+            sum(counts) + 3,
+            self.page_size,
+            plain_caches(layer + 1, self.num_kv_heads, self.head_dim),
+            self.dtype,
+            CPU,
         )
         self.kv.keys(layer).fill_(torch.nan)
         self.kv.values(layer).fill_(torch.nan)

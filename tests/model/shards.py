@@ -101,6 +101,6 @@ def load_gang(
     part = facts.sharded(size)
 
     def pages(stage: StageModel) -> KVShard:
-        return KVShard(layers, num_pages, page_size, part.num_kv_heads, part.head_dim, dtype, CPU)
+        return KVShard(layers, num_pages, page_size, part.caches, dtype, CPU)
 
     return Gang(stages, total, pages)

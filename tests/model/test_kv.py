@@ -8,12 +8,13 @@ import torch
 
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.layer_cache import PagedCache, StateCache, plain_caches, state_bytes
 
 CPU = torch.device("cpu")
 
 
 def shard(layers: tuple[int, int] = (0, 1), num_pages: int = 6, dtype: torch.dtype = torch.float32) -> KVShard:
-    return KVShard(layers, num_pages, 4, 2, 3, dtype, CPU)
+    return KVShard(layers, num_pages, 4, plain_caches(layers[1], 2, 3), dtype, CPU)
 
 
 def test_rows_go_to_their_page_head_and_offset_and_nowhere_else() -> None:
@@ -48,12 +49,31 @@ def test_layers_keep_their_global_index() -> None:
 def test_page_bytes_is_what_a_page_takes(dtype: torch.dtype) -> None:
     kv = shard((2, 5), num_pages=7, dtype=dtype)
     held = sum(pool.nbytes for layer in range(2, 5) for pool in (kv.keys(layer), kv.values(layer)))
-    assert held == 7 * page_bytes(3, 4, 2, 3, dtype)
+    assert held == 7 * page_bytes(plain_caches(3, 2, 3), 4, dtype)
+
+
+def test_latent_values_are_a_part_of_the_keys() -> None:
+    cache = PagedCache(1, 6, 4, latent=True)
+    kv = KVShard((1, 2), 3, 4, [cache] * 2, torch.float32, CPU)
+    kv.write_latent(1, latents := torch.rand(5, 1, 6), build_inputs([Span(2, 5, [2, 0])], [], 4, CPU))
+    assert torch.equal(kv.keys(1)[0, 0, :3], latents[2:, 0])
+    assert torch.equal(kv.values(1)[2, 0, 2:], latents[:2, 0, :4])
+    assert page_bytes([cache], 4, torch.bfloat16) == 4 * 6 * 2
+
+
+def test_layers_with_states_have_slots_and_no_pages() -> None:
+    caches = [PagedCache(2, 3, 3), StateCache((3, 10), (2, 4, 5)), StateCache((2, 7))]
+    kv = KVShard((0, 3), 6, 4, caches, torch.bfloat16, CPU, num_slots=5)
+    assert kv.conv_state(1).shape == (5, 3, 10) and kv.conv_state(2).shape == (5, 2, 7)
+    assert kv.recurrent_state(1).shape == (5, 2, 4, 5) and kv.recurrent_state(1).dtype == torch.float32
+    held = kv.conv_state(1).nbytes + kv.recurrent_state(1).nbytes + kv.conv_state(2).nbytes
+    assert held == 5 * state_bytes(caches, 2)
+    assert page_bytes(caches, 4, torch.bfloat16) == 4 * 2 * (3 + 3) * 2
 
 
 def test_pages_cost_no_memory_before_they_are_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    kv = KVShard((0, 2), 4096, 16, 8, 64, torch.float32, CPU)  # 512 MiB
+    kv = KVShard((0, 2), 4096, 16, plain_caches(2, 8, 64), torch.float32, CPU)  # 512 MiB
     assert kv.keys(1).nbytes == 128 * 2**20
     assert process.memory_info().rss - before < 32 * 2**20

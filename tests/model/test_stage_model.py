@@ -25,6 +25,7 @@ from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm, has_onednn
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows, load_lm_head, load_stage
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.stage_model import LMHead, StageModel
@@ -86,7 +87,7 @@ def load(
 
 
 def shard(facts: ModelFacts, layers: tuple[int, int]) -> KVShard:
-    return KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.float32, torch.device("cpu"))
+    return KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.caches, torch.float32, torch.device("cpu"))
 
 
 def prompts() -> dict[str, torch.Tensor]:
@@ -203,7 +204,7 @@ def test_in_bfloat16_too(tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(5)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     last, head = load(tmp_path, (2, 5), torch.bfloat16), load_lm_head(tmp_path, torch.bfloat16, CPU)
-    kv = KVShard((2, 5), NUM_PAGES, PAGE_SIZE, 2, 16, torch.bfloat16, CPU)
+    kv = KVShard((2, 5), NUM_PAGES, PAGE_SIZE, plain_caches(5, 2, 16), torch.bfloat16, CPU)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     inputs = build_inputs([Span(0, 9, range(3))], (0, 3, 4, 8), PAGE_SIZE, CPU)
     if has_gemm() or has_onednn():

@@ -417,7 +417,7 @@ backend = choose_backend("auto", cpu, 4)
 stage = load_stage(
     directory, layers, facts.num_layers, torch.float32, cpu, backend, shard=TensorShard(rank, 2, all_reduce)
 )
-kv = KVShard(layers, 20, 4, part.num_kv_heads, part.head_dim, torch.float32, cpu)
+kv = KVShard(layers, 20, 4, part.caches, torch.float32, cpu)
 ids = torch.arange(3, 48)
 inputs = build_inputs([Span(0, 45, range(20))], range(45), 4, cpu)
 torch.save(stage.forward(ids, inputs, kv), sys.argv[4])

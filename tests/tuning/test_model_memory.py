@@ -89,7 +89,7 @@ def test_a_stage_takes_what_was_planned_from_its_config(
     backend = choose_backend("sdpa", CPU, 16, Needs(torch.float32, facts.head_dim, facts.softcap, facts.sinks))
     monkeypatch.setattr(loader, "fuse", lambda module, compute: 0)  # packed weights are no parameters
     stage = load_stage(tmp_path, layers, 4, torch.float32, CPU, backend)
-    kv = KVShard(layers, LONGEST // 16, 16, facts.num_kv_heads, facts.head_dim, torch.float32, CPU)
+    kv = KVShard(layers, LONGEST // 16, 16, facts.caches, torch.float32, CPU)
     held = sum(one.nbytes for one in (*stage.module.parameters(), *stage.module.buffers()))
     pages = sum(kv.keys(layer).nbytes + kv.values(layer).nbytes for layer in range(*layers))
     working = working_bytes(memory, stage, kv, monkeypatch)
@@ -111,6 +111,6 @@ def test_the_plan_has_room_to_score_the_prompt_of_one_sequence(tmp_path: Path, m
     facts, memory = planned.facts, ModelMemory.of(planned, options, "cpu", LONGEST)
     backend = choose_backend("sdpa", CPU, 16, Needs(torch.float32, facts.head_dim, facts.softcap, facts.sinks))
     stage = load_stage(tmp_path, (0, 1), 1, torch.float32, CPU, backend)
-    kv = KVShard((0, 1), LONGEST // 16, 16, facts.num_kv_heads, facts.head_dim, torch.float32, CPU)
+    kv = KVShard((0, 1), LONGEST // 16, 16, facts.caches, torch.float32, CPU)
     working = working_bytes(memory, stage, kv, monkeypatch)
     assert 64 * 32_000 * 4 < working <= memory.working_bytes((0, 1), LONGEST) < 1.5 * working

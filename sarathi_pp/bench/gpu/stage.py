@@ -17,6 +17,7 @@ from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.stage_model import StageModel
 
@@ -175,7 +176,8 @@ def filled_shard(
     shape: ModelShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> KVShard:
     layers = (0, shape.num_layers)
-    kv = KVShard(layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim, dtype, device, spare=True)
+    caches = plain_caches(shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    kv = KVShard(layers, num_pages, page_size, caches, dtype, device, spare=True)
     for layer in range(*layers):
         kv.keys(layer).normal_()
         kv.values(layer).normal_()

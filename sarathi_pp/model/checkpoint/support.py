@@ -40,6 +40,7 @@ from sarathi_pp.model.checkpoint.ranges import check_ranges
 from sarathi_pp.model.checkpoint.surplus import refuse_types, surplus_note
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
+from sarathi_pp.model.layer_cache import LayerCache, plain_caches
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -72,6 +73,7 @@ class ModelFacts:
         longrope_after: most tokens for which a sequence's rotary embeddings use the short factors; None if there is
             one table for all lengths. See Limits.longrope_after.
         quantised: how the stored weights are quantised, for the user; None if they are not.
+        own_caches: caches of the layers, if some are no plain attention; empty otherwise.
         notes: sentences for the user about what is not used as it is stored.
     """
 
@@ -92,7 +94,13 @@ class ModelFacts:
     lm_head_size: int | None = None
     longrope_after: int | None = None
     quantised: str | None = None
+    own_caches: tuple[LayerCache, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """The memory that each layer keeps of earlier tokens."""
+        return self.own_caches or plain_caches(self.num_layers, self.num_kv_heads, self.head_dim)
 
     def max_model_len(self, asked: int | None) -> int:
         """Return the most tokens of prompt and output together in a run.

@@ -180,7 +180,7 @@ def _divided(
 
     chunks: list[tuple[int, int, int, int]] = []
     tiles = Tiles(*(array("q") for _ in Tiles._fields))
-    for start, num_tokens, first_row, first_page, _, _, prompt in inputs.spans:
+    for start, num_tokens, first_row, first_page, _, _, prompt, _ in inputs.spans:
         if kv.dtype != torch.float32 and (num_tokens > 1 or prompt):
             chunks.append((first_row, num_tokens, start, first_page))
             continue

@@ -23,6 +23,7 @@ from sarathi_pp.model.fuse.cpu_modules import Block
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed, TensorShard
@@ -45,7 +46,9 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     windows = layer_windows(config, SUPPORTED[type(model).__name__])
     stage = StageModel(model, (0, layers), layers, windows, SdpaAttention(), 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv = KVShard((0, layers), 6, PAGE_SIZE, config.num_key_value_heads, head_dim, model.dtype, CPU)
+    kv = KVShard(
+        (0, layers), 6, PAGE_SIZE, plain_caches(layers, config.num_key_value_heads, head_dim), model.dtype, CPU
+    )
     found = []
     for spans, rows, given in (
         ((Span(0, 9, (4, 2)),), 9, ids[:9]),

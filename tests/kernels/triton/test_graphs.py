@@ -26,6 +26,7 @@ from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.graphs import Shape, StageGraphs, graph_shapes, graph_sizes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_stage
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.stages.model_stage import ModelStage
@@ -66,7 +67,15 @@ class Stage:
     def __post_init__(self) -> None:
         heads = self.config.num_key_value_heads
         head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        self.kv = KVShard(self.model.layers, NUM_PAGES, PAGE_SIZE, heads, head_dim, torch.float32, CPU, spare=True)
+        self.kv = KVShard(
+            self.model.layers,
+            NUM_PAGES,
+            PAGE_SIZE,
+            plain_caches(self.model.layers[1], heads, head_dim),
+            torch.float32,
+            CPU,
+            spare=True,
+        )
         for layer in range(*self.model.layers):
             self.kv.keys(layer).fill_(torch.nan)
             self.kv.values(layer).fill_(torch.nan)

@@ -25,6 +25,7 @@ from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from tests.kernels.triton.bounds import checked_addresses
 from tests.kernels.triton.compiler import run_compiler
 from tests.thinning import examples
@@ -69,7 +70,7 @@ class Case:
         ids = torch.randperm(sum(counts) + 3, generator=random).tolist()
         self.tables = [[ids.pop() for _ in range(count)] for count in counts]
         pool = (sum(counts) + 3, self.page_size, self.num_kv_heads, self.head_dim)
-        self.kv = KVShard((0, 1), pool[0], *pool[1:], self.dtype, CPU)
+        self.kv = KVShard((0, 1), pool[0], self.page_size, plain_caches(1, *pool[2:]), self.dtype, CPU)
         for pages in (self.kv.keys(0), self.kv.values(0)):
             pages.fill_(torch.nan)
         for (start, tokens), table in zip(self.extents, self.tables, strict=True):

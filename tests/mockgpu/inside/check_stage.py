@@ -20,6 +20,7 @@ from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.stages.model_stage import ModelStage
@@ -46,7 +47,7 @@ def make_stage(model: Path, layers: tuple[int, int], *, graphed: bool) -> ModelS
     loaded = load_stage(model, layers, NUM_LAYERS, torch.float32, GPU, TritonAttention())
     config = loaded.module.config
     heads, head_dim = config.num_key_value_heads, config.head_dim
-    kv = KVShard(layers, 8, 16, heads, head_dim, torch.float32, GPU, spare=True)
+    kv = KVShard(layers, 8, 16, plain_caches(layers[1], heads, head_dim), torch.float32, GPU, spare=True)
     graphs = None
     if graphed:
         sizes = config.hidden_size, config.num_attention_heads

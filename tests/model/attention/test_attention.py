@@ -30,6 +30,7 @@ from sarathi_pp.model.attention import choose_backend, sdpa
 from sarathi_pp.model.attention.numba import NumbaAttention, key_bounds
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from tests import thinning
 from tests.machine import patient
 from tests.model.microbatches import CPU, Case, spec_for, visible
@@ -118,7 +119,7 @@ def test_a_hybrid_microbatch_at_full_size_is_exact(backend: str, window: int | N
 
 def test_bfloat16_has_kernels_of_its_own_where_the_processor_can() -> None:
     """Without them, the tests below would run the other kernels twice."""
-    shard = KVShard((0, 1), 1, 16, 1, 16, torch.bfloat16, CPU)
+    shard = KVShard((0, 1), 1, 16, plain_caches(1, 1, 16), torch.bfloat16, CPU)
     assert NumbaAttention().fits_simd(shard) == has_avx512_bf16()
 
 

@@ -21,6 +21,7 @@ from torch.nn.attention import varlen
 from sarathi_pp.model.attention.flash import FlashAttention, VarlenAttention, token_major
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from tests.model.attention.flash_rule import PAGE, attend, attend_rows, check_pool
 from tests.model.microbatches import CPU, Case, spec_for
 
@@ -187,7 +188,7 @@ def test_the_layout_of_one_microbatch_is_not_the_next_ones(backend):
 
 
 def test_pages_are_not_copied():
-    shard = KVShard((0, 1), 3, PAGE, 2, 8, torch.float16, CPU)
+    shard = KVShard((0, 1), 3, PAGE, plain_caches(1, 2, 8), torch.float16, CPU)
     keys, values = token_major(shard, 0)
     assert keys.shape == values.shape == (3, PAGE, 2, 8)
     assert keys.data_ptr() == shard.keys(0).data_ptr() and values.data_ptr() == shard.values(0).data_ptr()

@@ -89,7 +89,7 @@ def test_stages_have_the_weights_of_the_whole_model(kind: str, old_names: bool, 
 def logits_of(directory: Path, prompt: tuple[int, ...]) -> torch.Tensor:
     """Return the logits of one stage for a prompt of up to 64 tokens."""
     facts, cpu = check_model(directory), torch.device("cpu")
-    kv = KVShard((0, NUM_LAYERS), 4, 16, facts.num_kv_heads, facts.head_dim, torch.float32, cpu)
+    kv = KVShard((0, NUM_LAYERS), 4, 16, facts.caches, torch.float32, cpu)
     inputs = build_inputs([Span(0, len(prompt), range(4))], range(len(prompt)), 16, cpu)
     return load(directory, (0, NUM_LAYERS)).forward(torch.tensor(prompt), inputs, kv)
 

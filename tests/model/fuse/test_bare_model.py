@@ -24,6 +24,7 @@ from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import StageModel
 from tests import thinning
@@ -63,7 +64,10 @@ def run(stages: list[StageModel], dtype: torch.dtype) -> list[Tensor]:
     config = stages[0].module.config
     kv_heads = config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shards = [KVShard(stage.layers, 8, PAGE_SIZE, kv_heads, head_dim, dtype, CPU) for stage in stages]
+    shards = [
+        KVShard(stage.layers, 8, PAGE_SIZE, plain_caches(stage.layers[1], kv_heads, head_dim), dtype, CPU)
+        for stage in stages
+    ]
     generator, found = torch.Generator().manual_seed(3), []
     for extents in MICROBATCHES:
         spans = [Span(start, count, range(4 * place, 4 * place + 4)) for place, (start, count) in enumerate(extents)]

@@ -24,6 +24,7 @@ from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed
@@ -84,7 +85,9 @@ def run(model: Any, rounds: list[list[tuple[int, int]]], backend: str = "numba")
     layers = config.num_hidden_layers
     windows = layer_windows(config, SUPPORTED[type(model).__name__])
     stage = StageModel(model, (0, layers), layers, windows, choose_backend(backend, CPU, PAGE_SIZE), 0)
-    kv = KVShard((0, layers), SEQUENCES * PAGES_EACH, PAGE_SIZE, 2, config.head_dim, model.dtype, CPU)
+    kv = KVShard(
+        (0, layers), SEQUENCES * PAGES_EACH, PAGE_SIZE, plain_caches(layers, 2, config.head_dim), model.dtype, CPU
+    )
     for layer in range(layers):
         kv.keys(layer).fill_(torch.nan)
         kv.values(layer).fill_(torch.nan)
@@ -130,7 +133,7 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family, kind):
     ids = torch.randint(0, config.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
 
     def rows(bounds: list[int]) -> Tensor:
-        kv = KVShard((0, layers), PAGES_EACH, PAGE_SIZE, 2, config.head_dim, kind[0], CPU)
+        kv = KVShard((0, layers), PAGES_EACH, PAGE_SIZE, plain_caches(layers, 2, config.head_dim), kind[0], CPU)
         found = []
         for start, end in pairwise(bounds):
             spans = [Span(start, end - start, range(PAGES_EACH), prompt=True)]

@@ -26,6 +26,7 @@ from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PackedLinear, has_
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from tests.model.families import FAMILIES, NUM_LAYERS, build_model, thinned
@@ -71,7 +72,7 @@ PAGE_SIZE = 16
 
 
 def shard(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> KVShard:
-    return KVShard((0, layers), 9, PAGE_SIZE, kv_heads, head_dim, dtype, CPU)
+    return KVShard((0, layers), 9, PAGE_SIZE, plain_caches(layers, kv_heads, head_dim), dtype, CPU)
 
 
 def wide_heads(family: str) -> Any:

@@ -22,6 +22,7 @@ class Family:
     Attributes:
         architecture: name of the `...ForCausalLM` class, as in config.json.
         model_type: name of transformers' configuration class, as in config.json.
+        aliases: other model types under which it is published, with the same keys in config.json.
         base: path of the base model, which holds all modules except the LM head. The paths below start inside it.
         positions: module of learned positions; None if the family has none.
         project_in: module between embedding and layers; None if the family has none.
@@ -36,6 +37,8 @@ class Family:
             sets factors to 1 and flags to False.
         softcap: name in config.json of the bound on attention scores; None if the family has no bound.
         sinks: attention has sinks: one more logit per head in the softmax, without a key or a value.
+        latent: multi-head latent attention (MLA): layers keep one latent per token, not keys and values per head. These
+            are kv_lora_rank and qk_rope_head_dim if config.json has none. None: plain attention.
         keys: names in config.json of hidden_size and other settings, if they differ from these names.
         kv_heads: num_key_value_heads if config.json has none, as in transformers' configuration class. None: the
             number of attention heads. A test compares kv_heads, head_dim and tied with transformers.
@@ -52,6 +55,7 @@ class Family:
 
     architecture: str
     model_type: str
+    aliases: tuple[str, ...] = ()
     base: str = "model"
     embed: str = "embed_tokens"
     positions: str | None = None
@@ -64,6 +68,7 @@ class Family:
     once: tuple[str, ...] = ()
     softcap: str | None = None
     sinks: bool = False
+    latent: tuple[int, int] | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -255,6 +260,13 @@ _ALL = (
     Family(architecture="GraniteMoeForCausalLM", model_type="granitemoe", once=("embedding_multiplier",)),
     Family(architecture="GraniteMoeSharedForCausalLM", model_type="granitemoeshared", once=("embedding_multiplier",)),
     Family(architecture="OlmoeForCausalLM", model_type="olmoe"),
+    Family(architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", latent=(512, 64)),
+    Family(architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", aliases=("kimi_k2",), latent=(512, 64)),
+    Family(architecture="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite", latent=(512, 64)),
+    Family(architecture="Mistral4ForCausalLM", model_type="mistral4", latent=(256, 64)),
+    Family(architecture="MiniCPM3ForCausalLM", model_type="minicpm3", tied=True, latent=(256, 32)),
+    Family(architecture="YoutuForCausalLM", model_type="youtu", tied=True, latent=(512, 64)),
+    Family(architecture="AXK1ForCausalLM", model_type="axk1", latent=(512, 64)),
     Family(architecture="FlexOlmoForCausalLM", model_type="flex_olmo"),
 )
 
@@ -277,6 +289,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "NemotronForCausalLM": _NO_ARGUMENTS,
         "StableLmForCausalLM": _NO_ARGUMENTS,
         "DiffLlamaForCausalLM": "each layer computes attention twice, with two sets of values for the same keys",
+        "LongcatFlashForCausalLM": "each layer computes attention twice, so it has two caches",
         "NanoChatForCausalLM": "it applies its last norm to the input of its layers too, so every stage would",
         "PhimoeForCausalLM": "the scale of its rotary embedding depends on the longest sequence of a batch",
     }

@@ -41,8 +41,9 @@ class KVShard:
     is NaN. A sequence's first row does not read its slot, so a state that another sequence left there does not matter.
 
     Attributes:
-        num_kv_heads, head_dim: heads and channels of the keys of the model's attention layers, which are all alike;
-            0 if the model has none.
+        num_kv_heads: KV heads of the model's attention layers, which are all alike; 0 if the model has none.
+        head_dim: channels of a key.
+        value_dim: channels of a value.
 
     Args:
         layers: (first, end).
@@ -70,7 +71,7 @@ class KVShard:
         self.num_slots = num_slots
         self.page_size = page_size
         paged = next((cache for cache in caches if isinstance(cache, PagedCache)), PagedCache(0, 0, 0))
-        self.num_kv_heads, self.head_dim = paged.num_heads, paged.key_dim
+        self.num_kv_heads, self.head_dim, self.value_dim = paged.num_heads, paged.key_dim, paged.value_dim
         self.dtype = dtype
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}

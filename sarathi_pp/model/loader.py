@@ -20,6 +20,7 @@ from torch import nn
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED
+from sarathi_pp.model.attention.latent import LATENT, absorb_latents
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.entries import weight_entries
 from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
@@ -87,7 +88,18 @@ def load_stage(
     windows = layer_windows(config, family)
     lm_head = bare_lm_head(module, family.lm_head)
     place = dtype, device
-    return StageModel(module, layers, num_layers, windows, backend, count.num_bytes, num_bytes, lm_head, place)
+    return StageModel(
+        module,
+        layers,
+        num_layers,
+        windows,
+        backend,
+        count.num_bytes,
+        num_bytes,
+        lm_head,
+        place,
+        latent=family.latent is not None,
+    )
 
 
 def load_lm_head(
@@ -139,13 +151,24 @@ def _load(
         count: counter to which the bytes that are read are added.
     """
     module, needed, split = _load_module(
-        directory, family, config, layers, held, device, room_bytes, shard, count, PAGED
+        directory,
+        family,
+        config,
+        layers,
+        held,
+        device,
+        room_bytes,
+        shard,
+        count,
+        PAGED if family.latent is None else LATENT,
     )
     if layers[0] > 0:
         drop_tied_embedding(module.get_submodule(family.base), family)
     if held.as_stored:
         widen_embeddings(module)
     try:
+        if family.latent is not None:
+            absorb_latents(getattr(module.get_submodule(family.base), family.layers), held.compute)
         pack_tied_heads(module, held.compute)
         fuse(module, held.compute)  # merged weights and their parts are in memory at the same time
     except (RuntimeError, MemoryError) as error:

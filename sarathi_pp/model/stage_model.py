@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PagedCall
+from sarathi_pp.model.attention.latent import LatentCache
 from sarathi_pp.model.attention.spec import AttentionSpecs
 from sarathi_pp.model.batch_invariant import batch_invariant_mode
 from sarathi_pp.model.inputs import StageInputs
@@ -33,6 +34,7 @@ class StageModel:
         windows: for each layer of the model, the number of tokens that a row sees, its own included; None for all.
         bare_lm_head: LM head that can be called without the model around it (bare_model.py); None if there is none.
         place: dtype and device of the computation; None for those of the module's parameters.
+        latent: the layers have latent attention.
     """
 
     def __init__(
@@ -46,7 +48,10 @@ class StageModel:
         num_bytes: int = 0,
         bare_lm_head: nn.Module | None = None,
         place: tuple[torch.dtype, torch.device] | None = None,
+        *,
+        latent: bool = False,
     ) -> None:
+        self._latent = latent
         self.module = module
         # If all weights are packed, as in the last layers of an OLMo, the module has no parameter to ask.
         self._place: tuple[torch.dtype, torch.device] = place or (module.dtype, module.device)
@@ -112,12 +117,14 @@ class StageModel:
     def _call(
         self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None
     ) -> dict[str, Any]:
-        return {
+        paged = PagedCall(backend or self.backend, kv, inputs, self.specs, self.steps)
+        call = {
             "input_ids" if self.embed else "inputs_embeds": x[None],
             "position_ids": inputs.position_ids[None],
             "use_cache": False,
-            "paged": PagedCall(backend or self.backend, kv, inputs, self.specs, self.steps),
+            "paged": paged,
         }
+        return call | {"past_key_values": LatentCache(paged)} if self._latent else call
 
 
 @dataclass

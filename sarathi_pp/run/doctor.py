@@ -210,7 +210,8 @@ def _prefix_cache(facts: ModelFacts, device: torch.device) -> Finding:
 
 
 def _needs(facts: ModelFacts, device: torch.device) -> Needs:
-    return Needs(getattr(torch, _dtypes(facts, device).compute), facts.head_dim, facts.softcap, facts.sinks)
+    compute = getattr(torch, _dtypes(facts, device).compute)
+    return Needs(compute, facts.head_dim, facts.softcap, facts.sinks, facts.latent)
 
 
 def _attention(device: torch.device, needs: Needs | None) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ class ModelStages:
         by_nccl: bool = False,
         dequantised: torch.dtype | None = None,
     ) -> None:
-        needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks)
+        needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks, facts.latent)
         backend = choose_backend(config.attention, device, config.page_size, needs)
         self.page_size = config.page_size or backend.default_page_size
         self.attention = backend.name

@@ -1,4 +1,4 @@
-"""Checkpoints in the forms of DeepSeek, OpenAI and the vLLM project, through the user's command with two processes."""
+"""Checkpoints in the forms of DeepSeek, OpenAI, vLLM and Kimi, through the user's command with two processes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ pytestmark = pytest.mark.timeout(180)
     [
         ("qwen3_moe", "fp8 blocks", "FP8, blocks of 32 x 32"),
         ("gpt_oss", "mxfp4", "MXFP4"),
+        ("deepseek_v3", "fp8 blocks", "FP8, blocks of 32 x 32"),
+        ("deepseek_v3", "packed int4 groups", "compressed-tensors, int4, groups of 16"),
         ("llama", "packed int4 groups", "compressed-tensors, int4, groups of 16"),
     ],
 )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sarathi_pp.model.fuse import packed_embedding, rewrite
+from sarathi_pp.model.fuse import head_linear, packed_embedding, rewrite
 
 
 @pytest.fixture
@@ -10,3 +10,4 @@ def plain_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers stay those of torch, so that a test can read their weights."""
     for module in (rewrite, packed_embedding):
         monkeypatch.setattr(module, "packed_class", lambda linear, compute: None)
+    monkeypatch.setattr(head_linear, "has_float_gemm", lambda: False)

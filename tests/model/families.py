@@ -50,6 +50,16 @@ _GROUPED: dict[str, Any] = {
     "routed_scaling_factor": 1.7,
     "attention_bias": True,
 }
+# Latents of 32 channels and a rotary part of 16. Heads have keys of 12 + 16 channels and values of 20.
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8}
 _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7,
@@ -278,6 +288,14 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
             },
         )
     ),
+    "deepseek_v3": lambda: t.DeepseekV3Config(
+        **_experts(
+            **_LATENT | _GROUPED,
+            n_routed_experts=8,
+            first_k_dense_replace=2,
+            rope_parameters=_DEEPSEEK_YARN,
+        )
+    ),
     "ministral": lambda: t.MinistralConfig(**_sizes(head_dim=16, sliding_window=WINDOW, layer_types=_MIXED)),
     # Queries grow with their position, in steps of 16 tokens.
     "ministral3": lambda: t.Ministral3Config(
@@ -435,6 +453,35 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
             tie_word_embeddings=True,
         )
     ),
+    "deepseek_v2": lambda: t.DeepseekV2Config(
+        **_experts(
+            **_LATENT | {"q_lora_rank": None},
+            n_routed_experts=6,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            topk_method="group_limited_greedy",
+            n_group=3,
+            topk_group=1,
+            routed_scaling_factor=1.7,
+            rope_parameters=_DEEPSEEK_YARN,
+        )
+    ),
+    "glm4_moe_lite": lambda: t.Glm4MoeLiteConfig(
+        **_experts(**_LATENT | _GROUPED, n_routed_experts=8, mlp_layer_types=_DENSE_FIRST, rope_interleave=False)
+    ),
+    "mistral4": lambda: t.Mistral4Config(
+        **_experts(
+            **_LATENT | _GROUPED,
+            n_routed_experts=8,
+            first_k_dense_replace=1,
+            rope_parameters=_DEEPSEEK_YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
+        )
+    ),
+    "minicpm3": lambda: t.MiniCPM3Config(
+        **_sizes(**_LATENT, scale_emb=3.0, scale_depth=1.2, dim_model_base=16, tie_word_embeddings=False)
+    ),
+    "youtu": lambda: t.YoutuConfig(**_sizes(**_LATENT | {"q_lora_rank": None}, attention_bias=True)),
+    "axk1": lambda: t.AXK1Config(**_experts(**_LATENT | _GROUPED, n_routed_experts=8, mlp_layer_types=_DENSE_FIRST)),
     "olmoe": lambda: t.OlmoeConfig(
         **_sizes(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=1.0, attention_bias=True)
     ),
@@ -484,10 +531,17 @@ _SCALES: dict[str, tuple[float, float]] = {
     "biogpt": (2.5, 0.05),
     "olmoe": (0.8, 4.0),
     "flex_olmo": (1.2, 0.5),
+    "deepseek_v2": (1.2, 0.5),
+    "axk1": (1.2, 0.5),
     "granitemoe": (0.8, 0.4),
     "granitemoeshared": (0.8, 0.05),
 }
 _DEFAULT_SCALES = (1.5, 0.5)
+
+
+def latent_families() -> frozenset[str]:
+    """Return the families of FAMILIES with latent attention."""
+    return frozenset(family for family in FAMILIES if SUPPORTED[architecture(family)].latent is not None)
 
 
 def architecture(family: str) -> str:

@@ -89,6 +89,23 @@ WITHOUT: dict[str, dict[str, Any]] = {
         "attention_multiplier": 12**-0.5,
         "logits_scaling": 1.0,
     },
+    "deepseek_v2": {"rope_parameters": _ROPE, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+    "deepseek_v3": {
+        "rope_parameters": _ROPE,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_interleave": False,
+    },
+    "glm4_moe_lite": {"topk_group": 2, "routed_scaling_factor": 1.0, "rope_interleave": True},
+    "mistral4": {
+        "rope_parameters": _ROPE
+        | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.0}
+        | {"partial_rotary_factor": 16 / 28}
+    },
+    "minicpm3": {"scale_emb": 1.0, "scale_depth": 5**0.5, "dim_model_base": 48},
+    "youtu": {"rope_interleave": False},
+    "axk1": {"topk_group": 2, "routed_scaling_factor": 1.0},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False},
 }
 # Kinds of tensors without an effect: the guard against an overflow in apertus's activation, and a summand that is the

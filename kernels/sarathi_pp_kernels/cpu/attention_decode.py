@@ -52,7 +52,7 @@ _UNROLL = 16
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-def scratch_floats(count: int, end: int, num_heads: int, head_dim: int) -> int:
+def scratch_floats(count: int, end: int, num_heads: int, head_dim: int, value_dim: int) -> int:
     """Return the number of float32 values of scratch memory that the kernel of `compile_kernel` needs for a tile.
 
     The scratch holds queries, sums, largest scores and scores.
@@ -61,7 +61,7 @@ def scratch_floats(count: int, end: int, num_heads: int, head_dim: int) -> int:
         count: number of rows of the tile.
         end: number of keys that the tile's first row sees.
     """
-    return count * num_heads * (2 * head_dim + 1 + end + count)
+    return count * num_heads * (head_dim + value_dim + 1 + end + count)
 
 
 @inlined
@@ -133,11 +133,11 @@ def _to_weights(scores, count, top, scaling, softcap, sink):  # type: ignore[no-
 
 
 @inlined
-def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore[no-untyped-def]
+def _sum_block(kind, values, low, high, weights, out, head_dim, value_dim):  # type: ignore[no-untyped-def]
     """Add values [low, high) of a page, times their weights, to `out`. Others may not have been written: never read."""
     token = low
     while token + _UNROLL <= high:
-        for channel in range(head_dim):
+        for channel in range(value_dim):
             total = load_float(out, channel)
             for step in range(_UNROLL):
                 value = _load(kind, values, (token + step) * head_dim + channel)
@@ -145,15 +145,19 @@ def _sum_block(kind, values, low, high, weights, out, head_dim):  # type: ignore
             store_float(out, channel, total)
         token += _UNROLL
     while token < high:
-        for channel in range(head_dim):
+        for channel in range(value_dim):
             value = _load(kind, values, token * head_dim + channel)
             store_float(out, channel, load_float(out, channel) + load_float(weights, token) * value)
         token += 1
 
 
 @functools.cache
-def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kernel:  # noqa: C901  (loop in loop)
+def compile_kernel(  # noqa: C901  (loop in loop)
+    kind: int, head_dim: int, value_dim: int, group: int, page_size: int
+) -> Kernel:
     """Return the kernel for one dtype (FLOAT32, BFLOAT16, FLOAT16) and shape. `group` query heads share a KV head.
+
+    Of each token in `values`, the first value_dim channels are its value. In latent attention, `values` are the keys.
 
         kernel(query, row_step, head_step, keys, values, num_kv_heads, places, counts, pages, tables, ends, window,
                scaling, softcap, sinks, scratch, out, begin, stop)
@@ -162,7 +166,7 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
     arrays are int64. Tile t is rows [places[t], places[t] + counts[t]) of the microbatch.
 
         query           (T, H, D), with rows row_step and heads head_step elements apart
-        keys, values    of one layer, (num_pages, num_kv_heads, page_size, D)
+        keys, values    of one layer, (num_pages, num_kv_heads, page_size, head_dim)
         pages           page ids of all tiles; those of tile t start at index tables[t]
         ends            the first row of tile t sees the keys before ends[t], and each further row sees one more
         window          most keys that a row sees, the last ones; 0 for all
@@ -170,10 +174,10 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
         softcap         soft cap of the scores; 0 for none
         sinks           (H,) float32, -inf for none
         scratch         memory for the most float32 values that `scratch_floats` returns for one of the tiles
-        out             (T, H, D), contiguous
+        out             (T, H, value_dim), contiguous
     """
     item = 4 if kind == FLOAT32 else 2
-    head_bytes = head_dim * 4
+    head_bytes, sum_bytes = head_dim * 4, value_dim * 4
     block_bytes = page_size * head_dim * item
 
     def attend(  # type: ignore[no-untyped-def]  # noqa: C901
@@ -187,7 +191,7 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
             width = end + count
             table = pages + load_index(tables, tile) * 8
             queries, sums = scratch, scratch + count * num_heads * head_bytes
-            tops = sums + count * num_heads * head_bytes
+            tops = sums + count * num_heads * sum_bytes
             scores = tops + count * num_heads * 4
             first_page = max(end - window, 0) // page_size if window else 0
             last_page, origin = (end + count - 2) // page_size, first_page * page_size
@@ -195,7 +199,8 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
                 source = query + ((place + at // num_heads) * row_step + at % num_heads * head_step) * item
                 for channel in range(head_dim):
                     store_float(queries + at * head_bytes, channel, _load(kind, source, channel))
-                    store_float(sums + at * head_bytes, channel, _FLOAT(0))
+                for channel in range(value_dim):
+                    store_float(sums + at * sum_bytes, channel, _FLOAT(0))
                 store_float(tops, at, _FLOAT(-np.inf))
             for index in range(first_page, last_page + 1):
                 page = keys + load_index(table, index) * page_bytes
@@ -233,10 +238,11 @@ def compile_kernel(kind: int, head_dim: int, group: int, page_size: int) -> Kern
                             head = row * num_heads + kv_head * group + member
                             at = scores + (head * width + index * page_size - origin) * 4
                             _sum_block(
-                                kind, page + kv_head * block_bytes, low, high, at, sums + head * head_bytes, head_dim
-                            )
-            to = out + place * num_heads * head_dim * item
-            for channel in range(count * num_heads * head_dim):
+                                kind, page + kv_head * block_bytes, low, high, at, sums + head * sum_bytes, head_dim,
+                                value_dim,
+                            )  # fmt: skip
+            to = out + place * num_heads * value_dim * item
+            for channel in range(count * num_heads * value_dim):
                 _store(kind, to, channel, load_float(sums, channel))
 
     kernel: Kernel = compiled()(attend)

@@ -64,9 +64,9 @@ _MOST_STATES = 512
 _TILES_PER_THREAD, _LEAST_ROWS = 4, 12
 
 
-def fits(head_dim: int, page_size: int) -> bool:
-    """Return whether `attend` runs on this processor with heads of head_dim channels and pages of page_size tokens."""
-    return target().lanes > 0 and head_dim % 16 == 0 and page_size % _KEYS == 0
+def fits(head_dim: int, value_dim: int, page_size: int) -> bool:
+    """Return whether `attend` runs on this processor with heads of these channels and pages of page_size tokens."""
+    return target().lanes > 0 and head_dim % 16 == value_dim % 16 == 0 and page_size % _KEYS == 0
 
 
 def tile_rows(num_rows: int, group: int, num_threads: int) -> int:
@@ -82,18 +82,18 @@ def tile_rows(num_rows: int, group: int, num_threads: int) -> int:
     return min(-(-wanted // _ROWS) * _ROWS, most)
 
 
-def scratch_floats(most_rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+def scratch_floats(most_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int) -> int:
     """Return the number of float32 values of scratch memory that `attend` needs for tiles of up to `most_rows` rows."""
-    row_by_row = num_heads * (BLOCK_KEYS + head_dim + 2)
+    row_by_row = num_heads * (BLOCK_KEYS + value_dim + 2)
     if most_rows <= _FEW_ROWS:
         return row_by_row
     states = num_heads // num_kv_heads * (-(-most_rows // _ROWS) * _ROWS)
-    by_six = 2 * BLOCK_KEYS * head_dim + _ROWS * (BLOCK_KEYS + head_dim) + states * (head_dim + 2)
+    by_six = 2 * BLOCK_KEYS * head_dim + _ROWS * (BLOCK_KEYS + head_dim) + states * (value_dim + 2)
     return max(row_by_row, by_six)
 
 
 @inlined
-def _begin(state, sums, head_dim, sink):  # type: ignore[no-untyped-def]
+def _begin(state, sums, value_dim, sink):  # type: ignore[no-untyped-def]
     """Set the state and the sums of a row before the first block.
 
     Args:
@@ -103,12 +103,12 @@ def _begin(state, sums, head_dim, sink):  # type: ignore[no-untyped-def]
     """
     store_float(state, 0, sink * _LOG2_E)
     store_float(state, 1, _FLOAT(1) if sink > _NONE else _FLOAT(0))
-    for channel in range(head_dim):
+    for channel in range(value_dim):
         store_float(sums, channel, _FLOAT(0))
 
 
 @inlined
-def _weigh(scores, low, high, width, scaling, softcap, state, sums, head_dim):  # type: ignore[no-untyped-def]
+def _weigh(scores, low, high, width, scaling, softcap, state, sums, value_dim):  # type: ignore[no-untyped-def]
     """Turn a row's scores of a block into weights, in place, and scale the row's state and sums.
 
     Args:
@@ -131,14 +131,14 @@ def _weigh(scores, low, high, width, scaling, softcap, state, sums, head_dim):  
     store_float(state, 0, top)
     store_float(state, 1, load_float(state, 1) * kept + added)
     if kept != _FLOAT(1):
-        for channel in range(head_dim):
+        for channel in range(value_dim):
             store_float(sums, channel, load_float(sums, channel) * kept)
 
 
 @inlined
-def _end(state, sums, head_dim, out):  # type: ignore[no-untyped-def]
+def _end(state, sums, value_dim, out):  # type: ignore[no-untyped-def]
     inverse = _FLOAT(1) / load_float(state, 1)
-    for channel in range(head_dim):
+    for channel in range(value_dim):
         store_float(out, channel, load_float(sums, channel) * inverse)
 
 
@@ -170,7 +170,7 @@ def _score_block(  # type: ignore[no-untyped-def]
 
 @inlined
 def _add_block(  # type: ignore[no-untyped-def]
-    weights, values, table, block_start, block_end, last, num_kv_heads, group, head_dim, page_size, sums
+    weights, values, table, block_start, block_end, last, num_kv_heads, group, head_dim, value_dim, page_size, sums
 ):
     """Add the values of keys [block_start, block_end), times their weights, to the sums of all heads of one row.
 
@@ -186,18 +186,18 @@ def _add_block(  # type: ignore[no-untyped-def]
         for kv_head in range(num_kv_heads):
             for head in range(kv_head * group, (kv_head + 1) * group, _ADDED):
                 count = min(_ADDED, (kv_head + 1) * group - head)
-                given, to = weights + (head * BLOCK_KEYS + token - block_start) * 4, sums + head * head_dim * 4
+                given, to = weights + (head * BLOCK_KEYS + token - block_start) * 4, sums + head * value_dim * 4
                 channel = 0
-                while channel + _ADDED_PANELS * 16 <= head_dim:
+                while channel + _ADDED_PANELS * 16 <= value_dim:
                     multiply_tile(
                         1, _ADDED, _ADDED_PANELS, 1, 1, count, place + channel * 4, 16, head_dim, given, BLOCK_KEYS,
-                        num_keys, to + channel * 4, head_dim, ahead + channel * 4,
+                        num_keys, to + channel * 4, value_dim, ahead + channel * 4,
                     )  # fmt: skip
                     channel += _ADDED_PANELS * 16
-                while channel < head_dim:
+                while channel < value_dim:
                     multiply_tile(
                         1, _ADDED, 1, 1, 1, count, place + channel * 4, 16, head_dim, given, BLOCK_KEYS, num_keys,
-                        to + channel * 4, head_dim, ahead + channel * 4,
+                        to + channel * 4, value_dim, ahead + channel * 4,
                     )  # fmt: skip
                     channel += 16
             place += head_bytes
@@ -206,16 +206,16 @@ def _add_block(  # type: ignore[no-untyped-def]
 
 @inlined
 def _attend_row(  # type: ignore[no-untyped-def]
-    query, head_step, keys, values, num_kv_heads, group, head_dim, page_size, table, end, window, scaling, softcap,
-    sinks, scratch, out,
+    query, head_step, keys, values, num_kv_heads, group, head_dim, value_dim, page_size, table, end, window, scaling,
+    softcap, sinks, scratch, out,
 ):  # fmt: skip
     """Compute one row, which sees the keys before `end`."""
     num_heads = num_kv_heads * group
     scores = scratch
     sums = scores + num_heads * BLOCK_KEYS * 4
-    states = sums + num_heads * head_dim * 4
+    states = sums + num_heads * value_dim * 4
     for head in range(num_heads):
-        _begin(states + head * 8, sums + head * head_dim * 4, head_dim, load_float(sinks, head))
+        _begin(states + head * 8, sums + head * value_dim * 4, value_dim, load_float(sinks, head))
     first, last = max(end - window, 0) if window else 0, (end - 1) // _KEYS * _KEYS
     for block in range(first // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
         block_start, block_end = max(block, first // _KEYS * _KEYS), min(block + BLOCK_KEYS, end)
@@ -237,11 +237,24 @@ def _attend_row(  # type: ignore[no-untyped-def]
         for head in range(num_heads):
             _weigh(
                 scores + head * BLOCK_KEYS * 4, max(first - block_start, 0), block_end - block_start, width, scaling,
-                softcap, states + head * 8, sums + head * head_dim * 4, head_dim,
+                softcap, states + head * 8, sums + head * value_dim * 4, value_dim,
             )  # fmt: skip
-        _add_block(scores, values, table, block_start, block_end, last, num_kv_heads, group, head_dim, page_size, sums)
+        _add_block(
+            scores,
+            values,
+            table,
+            block_start,
+            block_end,
+            last,
+            num_kv_heads,
+            group,
+            head_dim,
+            value_dim,
+            page_size,
+            sums,
+        )
     for head in range(num_heads):
-        _end(states + head * 8, sums + head * head_dim * 4, head_dim, out + head * head_dim * 4)
+        _end(states + head * 8, sums + head * value_dim * 4, value_dim, out + head * value_dim * 4)
 
 
 @inlined
@@ -290,8 +303,8 @@ def _multiply(x, x_row, inputs, weight, panel_floats, line_floats, num_panels, c
 
 @inlined
 def _attend_six(  # type: ignore[no-untyped-def]
-    query, row_step, count, key_panels, value_lines, end, window, block_start, block_end, head_dim, scaling, softcap,
-    scores, padded, states, sums,
+    query, row_step, count, key_panels, value_lines, end, window, block_start, block_end, head_dim, value_dim, scaling,
+    softcap, scores, padded, states, sums,
 ):  # fmt: skip
     """Add a block of keys [block_start, block_end) to the sums of up to six rows of one query head.
 
@@ -315,15 +328,15 @@ def _attend_six(  # type: ignore[no-untyped-def]
         low, high = max(end + step - window - block_start, 0) if window else 0, min(end + step, block_end) - block_start
         _weigh(
             scores + step * BLOCK_KEYS * 4, low, high, num_panels * _KEYS, scaling, softcap, states + step * 8,
-            sums + step * head_dim * 4, head_dim,
+            sums + step * value_dim * 4, value_dim,
         )  # fmt: skip
-    _multiply(scores, BLOCK_KEYS, num_keys, value_lines, 16, head_dim, head_dim // 16, 1, sums, head_dim)
+    _multiply(scores, BLOCK_KEYS, num_keys, value_lines, 16, head_dim, value_dim // 16, 1, sums, value_dim)
 
 
 @inlined
 def _attend_rows(  # type: ignore[no-untyped-def]
-    query, row_step, head_step, keys, values, num_kv_heads, group, head_dim, page_size, count, table, end, window,
-    scaling, softcap, sinks, scratch, out,
+    query, row_step, head_step, keys, values, num_kv_heads, group, head_dim, value_dim, page_size, count, table, end,
+    window, scaling, softcap, sinks, scratch, out,
 ):  # fmt: skip
     """Compute `count` rows. The first one sees the keys before `end`."""
     height = (count + _ROWS - 1) // _ROWS * _ROWS
@@ -336,7 +349,7 @@ def _attend_rows(  # type: ignore[no-untyped-def]
     for kv_head in range(num_kv_heads):
         for at in range(group * height):
             sink = load_float(sinks, kv_head * group + at // height)
-            _begin(states + at * 8, sums + at * head_dim * 4, head_dim, sink)
+            _begin(states + at * 8, sums + at * value_dim * 4, value_dim, sink)
         for block in range(first // BLOCK_KEYS * BLOCK_KEYS, all_end, BLOCK_KEYS):
             block_start, block_end = max(block, first // _KEYS * _KEYS), min(block + BLOCK_KEYS, all_end)
             _lay_out(
@@ -347,20 +360,20 @@ def _attend_rows(  # type: ignore[no-untyped-def]
                 head, row = kv_head * group + at // height, at % height
                 _attend_six(
                     query + (row * row_step + head * head_step) * 4, row_step, min(_ROWS, count - row), key_panels,
-                    value_lines, end + row, window, block_start, block_end, head_dim, scaling, softcap, scores, padded,
-                    states + at * 8, sums + at * head_dim * 4,
+                    value_lines, end + row, window, block_start, block_end, head_dim, value_dim, scaling, softcap,
+                    scores, padded, states + at * 8, sums + at * value_dim * 4,
                 )  # fmt: skip
         for at in range(group * height):
             head, row = kv_head * group + at // height, at % height
             if row < count:
-                to = out + (row * num_kv_heads * group + head) * head_dim * 4
-                _end(states + at * 8, sums + at * head_dim * 4, head_dim, to)
+                to = out + (row * num_kv_heads * group + head) * value_dim * 4
+                _end(states + at * 8, sums + at * value_dim * 4, value_dim, to)
 
 
 @compiled(fastmath=False)
 def attend(  # type: ignore[no-untyped-def]
-    query, row_step, head_step, keys, values, num_kv_heads, group, head_dim, page_size, places, counts, pages, tables,
-    ends, window, scaling, softcap, sinks, scratch, out, begin, stop,
+    query, row_step, head_step, keys, values, num_kv_heads, group, head_dim, value_dim, page_size, places, counts,
+    pages, tables, ends, window, scaling, softcap, sinks, scratch, out, begin, stop,
 ):  # fmt: skip
     """Compute tiles [begin, stop). Tile t is rows [places[t], places[t] + counts[t]) of the microbatch.
 
@@ -369,9 +382,10 @@ def attend(  # type: ignore[no-untyped-def]
     Args:
         query: (T, H, D) float32, with rows row_step and heads head_step elements apart.
         keys: keys of one layer, (num_pages, num_kv_heads, page_size, D) float32.
-        values: like keys.
+        values: like keys. Of each token, the first value_dim channels are its value. In latent attention they are the
+            keys themselves.
         group: number of query heads that share a KV head.
-        head_dim: D, a multiple of 16. `page_size` is one too.
+        head_dim: D, a multiple of 16. So are value_dim and page_size.
         pages: page ids of all tiles. Those of tile t start at index tables[t].
         ends: the first row of tile t sees the keys before ends[t], and each further row sees one more.
         window: most keys that a row sees, the last ones; 0 for all.
@@ -379,21 +393,21 @@ def attend(  # type: ignore[no-untyped-def]
         softcap: soft cap of the scores; 0 for none.
         sinks: (H,) float32, -inf for none.
         scratch: memory for as many float32 values as `scratch_floats` returns for the largest tile.
-        out: (T, H, D), contiguous.
+        out: (T, H, value_dim), contiguous.
     """
-    out_step = num_kv_heads * group * head_dim
+    out_step = num_kv_heads * group * value_dim
     for tile in range(begin, stop):
         place, count, end = load_index(places, tile), load_index(counts, tile), load_index(ends, tile)
         table = pages + load_index(tables, tile) * 8
         asked, to = query + place * row_step * 4, out + place * out_step * 4
         if count > _FEW_ROWS:
             _attend_rows(
-                asked, row_step, head_step, keys, values, num_kv_heads, group, head_dim, page_size, count, table, end,
-                window, scaling, softcap, sinks, scratch, to,
+                asked, row_step, head_step, keys, values, num_kv_heads, group, head_dim, value_dim, page_size, count,
+                table, end, window, scaling, softcap, sinks, scratch, to,
             )  # fmt: skip
         else:
             for row in range(count):
                 _attend_row(
-                    asked + row * row_step * 4, head_step, keys, values, num_kv_heads, group, head_dim, page_size,
-                    table, end + row, window, scaling, softcap, sinks, scratch, to + row * out_step * 4,
+                    asked + row * row_step * 4, head_step, keys, values, num_kv_heads, group, head_dim, value_dim,
+                    page_size, table, end + row, window, scaling, softcap, sinks, scratch, to + row * out_step * 4,
                 )  # fmt: skip

@@ -184,7 +184,7 @@ _SIGNATURES = {
     "attend": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I),
     "read": _takes(*[_I] * 11, _F, _F, _I, _I, _I, _I, _I),
     "read_tiles": _takes(*[_I] * 12, _F, _F, _I, _I, _I, _I, _I),
-    "attend_tiles": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I, _I),
+    "attend_tiles": _takes(*[_I] * 16, _F, _F, _I, _I, _I, _I, _I),
 }
 _callers = {name: caller(signature) for name, signature in _SIGNATURES.items()}
 _rms_norm, _add_rms_norm, _rotate_and_write, _silu_multiply, _lay_out, _multiply, *_attentions = _callers.values()
@@ -222,10 +222,10 @@ def code_for(kind: int, head_dim: int, group: int, page_size: int) -> Code:
         kernels |= {**row_ops.BFLOAT16._asdict(), "attend": attention_prefill.attend, "read": read}
     else:
         kernels |= row_ops.FLOAT32._asdict()
-        if attention_float.fits(head_dim, page_size):
+        if attention_float.fits(head_dim, head_dim, page_size):
             kernels["attend_tiles"] = attention_float.attend
         else:
-            read = attention_decode.compile_kernel(attention_decode.FLOAT32, head_dim, group, page_size)
+            read = attention_decode.compile_kernel(attention_decode.FLOAT32, head_dim, head_dim, group, page_size)
             kernels["read_tiles"] = read
     addresses = {name: address_of(kernel, _SIGNATURES[name]) for name, kernel in kernels.items()}
     return Code(**{name: addresses.get(name, 0) for name in Code._fields})
@@ -329,9 +329,9 @@ def _attention_float(code, shape, microbatch, chunks, layer, work, floats, team)
             code.attend_tiles,
             (
                 work.qkv, (heads + 2 * kv_heads) * head_dim, head_dim, layer.keys, layer.values, kv_heads,
-                heads // kv_heads, head_dim, shape.page_size, microbatch.places, microbatch.counts, microbatch.pages,
-                microbatch.tables, microbatch.ends, layer.window, shape.scaling, np.float32(0), microbatch.sinks,
-                floats, work.attended, begin, end,
+                heads // kv_heads, head_dim, head_dim, shape.page_size, microbatch.places, microbatch.counts,
+                microbatch.pages, microbatch.tables, microbatch.ends, layer.window, shape.scaling, np.float32(0),
+                microbatch.sinks, floats, work.attended, begin, end,
             ),
         )  # fmt: skip
     elif begin < end:

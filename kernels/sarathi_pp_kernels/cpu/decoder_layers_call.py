@@ -205,10 +205,10 @@ class DecoderLayersCall:
         heads, head_dim, page_size = self._shape.num_heads, self._shape.head_dim, self._shape.page_size
         if self._code.attend_tiles:
             most_rows = max(tiles.counts, default=0)
-            return attention_float.scratch_floats(most_rows, heads, self._shape.num_kv_heads, head_dim)
+            return attention_float.scratch_floats(most_rows, heads, self._shape.num_kv_heads, head_dim, head_dim)
         if self._dtype == torch.float32:
             sizes = zip(tiles.counts, tiles.ends, strict=True)
-            return max((attention_decode.scratch_floats(*size, heads, head_dim) for size in sizes), default=0)
+            return max((attention_decode.scratch_floats(*size, heads, head_dim, head_dim) for size in sizes), default=0)
         group, found = heads // self._shape.num_kv_heads, 0
         if chunks:
             found = attention_prefill.scratch_floats(max(rows for _, rows, _, _ in chunks), group, head_dim)

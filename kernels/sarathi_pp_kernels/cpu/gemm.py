@@ -102,16 +102,16 @@ def packed_shape(outputs: int, inputs: int) -> tuple[int, int, int]:
 
 
 @inlined
-def _in_steps(rows):  # type: ignore[no-untyped-def]
+def in_steps(rows):  # type: ignore[no-untyped-def]
     return (rows + ROW_STEP - 1) // ROW_STEP * ROW_STEP
 
 
 @inlined
-def _height(num_rows, high):  # type: ignore[no-untyped-def]
+def tile_height(num_rows, high):  # type: ignore[no-untyped-def]
     """Return the number of rows per tile, for as few tiles as possible of similar height."""
     most = _HIGH_ROWS if high else _WIDE_ROWS
     count = (num_rows + most - 1) // most
-    return _in_steps((num_rows + count - 1) // count)
+    return in_steps((num_rows + count - 1) // count)
 
 
 @compiled()
@@ -123,9 +123,9 @@ def lay_out(x, tiles, num_rows, words, high, thread, num_threads):  # type: igno
         high: make high tiles; otherwise wide ones.
         thread: index of the calling thread, from 0. Each of the num_threads threads makes the tiles of its turn.
     """
-    height = _height(num_rows, high)
+    height = tile_height(num_rows, high)
     for row in range(thread * height, num_rows, num_threads * height):
-        rows = min(height, _in_steps(num_rows - row))
+        rows = min(height, in_steps(num_rows - row))
         transpose(x + row * words * 4, words, num_rows - row, tiles + row * words * 4, rows, words)
 
 
@@ -160,8 +160,8 @@ def _no_tile(rows, weight, x, lines, begin, out, outputs, ahead, ahead_step):  #
     """Stand for a tile that a kind of product does not have."""
 
 
-def _multiply_tiles_of(kind: int) -> Any:
-    """Return a function that multiplies all tiles with the panels of one tile."""
+def multiply_tiles_of(kind: int) -> Any:
+    """Return a function that multiplies all tiles with the panels of one tile, for weights of a kind."""
     near_rows = _NEAR_ROWS if kind == FLOAT32 or (kind in NARROW and PANELS > 1) else 0
     x_words, out_bytes = 2 if kind in NARROW else 1, 2 if kind == BF16 else 4
     narrow_tile = _tile_of(kind, _HIGH_ROWS if kind == BF16 else _WIDE_ROWS, 1)
@@ -183,7 +183,7 @@ def _multiply_tiles_of(kind: int) -> Any:
         num_tiles = (num_rows + height - 1) // height
         for tile in range(num_tiles):
             row = tile * height
-            rows = min(height, _in_steps(num_rows - row))
+            rows = min(height, in_steps(num_rows - row))
             x, to = tiles + row * lines * (x_words * 4), out + row * outputs * out_bytes
             ahead, ahead_step = following + tile * lines // num_tiles * 64, -(-64 // num_tiles)
             if num_tiles == 1 and (few or num_rows <= near_rows):
@@ -201,7 +201,7 @@ def _multiply_tiles_of(kind: int) -> Any:
 @functools.cache
 def multiply_of(kind: int) -> Any:
     """Return the kernel for packed weights of a kind: BF16, FLOAT32, FLOAT32_BF16 or FLOAT32_FP16."""
-    multiply_tiles, out_bytes = _multiply_tiles_of(kind), 2 if kind == BF16 else 4
+    multiply_tiles, out_bytes = multiply_tiles_of(kind), 2 if kind == BF16 else 4
 
     @compiled()
     def multiply(tiles, packed, begin, out, num_rows, lines, first, end, outputs, high):  # type: ignore[no-untyped-def]
@@ -215,7 +215,7 @@ def multiply_of(kind: int) -> Any:
             first: index of the first panel of outputs to compute. `end` is the index after the last one.
             high: the tiles are high. Only bfloat16 has high tiles.
         """
-        height, step = _height(num_rows, high), 1 if high else PANELS
+        height, step = tile_height(num_rows, high), 1 if high else PANELS
         few = end - first < _FEW_STEPS * step
         for panel in range(first, end, step):
             weight = packed + panel * lines * 64
@@ -252,7 +252,7 @@ def _copy_pairs(weight, outputs, first, to, lines):  # type: ignore[no-untyped-d
 
 
 def _multiply_unpacked_of(kind: int) -> Any:
-    multiply_tiles, copy_panel = _multiply_tiles_of(kind), _copy_pairs if kind in NARROW else _copy_words
+    multiply_tiles, copy_panel = multiply_tiles_of(kind), _copy_pairs if kind in NARROW else _copy_words
 
     @compiled()
     def multiply_unpacked(  # type: ignore[no-untyped-def]
@@ -267,7 +267,7 @@ def _multiply_unpacked_of(kind: int) -> Any:
             in_columns: the weight is stored as its transpose, (inputs, rows_of_weight).
             packed: address of memory for PANELS panels of `lines` lines.
         """
-        height = _height(num_rows, False)
+        height = tile_height(num_rows, False)
         for panel in range(first, end, PANELS):
             panels = min(PANELS, end - panel)
             for one in range(panels):

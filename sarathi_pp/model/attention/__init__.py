@@ -36,7 +36,7 @@ class AttentionBackend(Protocol):
     def default_page_size(self) -> int: ...
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
-        """Return the (T, H, D) attention output of a layer, in the queries' dtype.
+        """Return the (T, H, value_dim) attention output of a layer, in the queries' dtype.
 
         Args:
             query: (T, H, D), H heads of D channels, after the rotary embedding.
@@ -75,12 +75,14 @@ class Needs:
     Attributes:
         softcap: any layer bounds its attention scores by a soft cap.
         sinks: any layer has attention sinks: one more logit per head in the softmax, without a key or a value.
+        latent: keys are latents, whose first channels are the values (MLA).
     """
 
     dtype: torch.dtype
     head_dim: int
     softcap: bool
     sinks: bool
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,10 @@ def _flash_takes(needs: Needs) -> str | None:
     return None
 
 
+def _triton_takes(needs: Needs) -> str | None:
+    return "does not support latent attention, which this model has" if needs.latent else None
+
+
 def _varlen_takes(needs: Needs) -> str | None:
     if needs.softcap or needs.sinks:
         return f"supports no {'soft cap of scores' if needs.softcap else 'attention sinks'}, which this model has"
@@ -156,7 +162,7 @@ def _varlen_works(device: torch.device) -> str | None:
 # The backends by name, in the order in which `auto` tries them.
 BACKENDS: dict[str, _Known] = {
     "numba": _Known(_numba, ("cpu",), "numba", "cpu"),
-    "triton": _Known(_triton, ("cuda",), "triton", "gpu", works=why_no_kernels),
+    "triton": _Known(_triton, ("cuda",), "triton", "gpu", works=why_no_kernels, takes=_triton_takes),
     "flash": _Known(_flash, ("cuda",), "flash_attn", "flash", works=_flash_works, takes=_flash_takes),
     "varlen": _Known(_varlen, ("cuda",), works=_varlen_works, takes=_varlen_takes),
     "sdpa": _Known(SdpaAttention, ("cpu", "cuda")),

@@ -73,7 +73,7 @@ class NumbaAttention:
         if chunks.spans and not simd:
             out = self._sdpa(query, kv, layer, chunks, spec).contiguous()
         else:
-            out = torch.empty(query.shape, dtype=query.dtype)
+            out = query.new_empty(*query.shape[:2], kv.value_dim)
             for span in chunks.spans:
                 attention.chunk(query, out, span)
         if tiles is not None:
@@ -104,6 +104,7 @@ class NumbaAttention:
     def fits_simd(self, kv: KVShard) -> bool:
         """Return whether the SIMD kernels run on this processor and can read the pages of this KV shard."""
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
+        fits = fits and kv.value_dim == kv.head_dim
         return fits and self._has_avx512_bf16 and kv.dtype == torch.bfloat16
 
 
@@ -114,7 +115,7 @@ def _no_sinks(num_heads: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _LayerAttention:
-    """One layer's attention for one microbatch. Queries are (T, H, D). The output has their shape and is contiguous.
+    """One layer's attention for one microbatch. Queries are (T, H, D). The output is (T, H, value_dim), contiguous.
 
     Args:
         layer: index of the layer in the whole model, from 0.
@@ -188,19 +189,19 @@ class _LayerAttention:
             piece: indices of the tiles, one of `tiles.pieces`.
         """
         kv, num_heads = self.kv, query.shape[1]
-        group = num_heads // kv.num_kv_heads
+        group, dims = num_heads // kv.num_kv_heads, (kv.head_dim, kv.value_dim)
         places = [tiles.places.ctypes.data]
         if self.simd and kv.head_dim % 32 == 0:
             kernel = attention_decode_simd.compile_kernel(kv.head_dim, group, kv.page_size)
             floats = attention_decode_simd.scratch_floats(num_heads, kv.head_dim, int(tiles.ends.max()), kv.page_size)
         elif _fits_float(kv):
             kernel = attention_float.attend
-            floats = attention_float.scratch_floats(int(tiles.counts.max()), num_heads, kv.num_kv_heads, kv.head_dim)
-            places = [group, kv.head_dim, kv.page_size, *places, tiles.counts.ctypes.data]
+            floats = attention_float.scratch_floats(int(tiles.counts.max()), num_heads, kv.num_kv_heads, *dims)
+            places = [group, *dims, kv.page_size, *places, tiles.counts.ctypes.data]
         else:
-            kernel = attention_decode.compile_kernel(_KINDS[query.dtype], kv.head_dim, group, kv.page_size)
+            kernel = attention_decode.compile_kernel(_KINDS[query.dtype], *dims, group, kv.page_size)
             shapes = zip(tiles.counts.tolist(), tiles.ends.tolist(), strict=True)
-            floats = max(attention_decode.scratch_floats(*shape, num_heads, kv.head_dim) for shape in shapes)
+            floats = max(attention_decode.scratch_floats(*shape, num_heads, *dims) for shape in shapes)
             places.append(tiles.counts.ctypes.data)
         kernel(
             query.data_ptr(),
@@ -264,7 +265,7 @@ class _Tiles:
 
 def _fits_float(kv: KVShard) -> bool:
     """Return whether attention_float.py can read the pages of this KV shard."""
-    return kv.dtype == torch.float32 and attention_float.fits(kv.head_dim, kv.page_size)
+    return kv.dtype == torch.float32 and attention_float.fits(kv.head_dim, kv.value_dim, kv.page_size)
 
 
 def tile_height(num_tokens: int, end: int, num_heads: int, kv: KVShard, num_threads: int) -> int:

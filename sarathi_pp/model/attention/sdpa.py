@@ -63,13 +63,13 @@ class SdpaAttention:
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32 for every dtype."""
-        out = query.new_empty(query.shape)
+        out = query.new_empty(*query.shape[:2], kv.value_dim)
         keys, values = kv.keys(layer), kv.values(layer)
         for span in inputs.spans:
             for row in range(0, span.num_tokens, TILE_ROWS):
                 first_row = span.first_row + row
                 num_rows = min(span.num_tokens - row, TILE_ROWS)
-                tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, spec.sinks)
+                tile = _Tile(query[first_row : first_row + num_rows], kv.num_kv_heads, kv.value_dim, spec.sinks)
                 with _fast_products(num_rows > 1 and query.dtype == torch.bfloat16):
                     self._attend(tile, span.start + row, span.pages, keys, values, spec)
                 out[first_row : first_row + num_rows] = tile.rows()
@@ -181,8 +181,9 @@ class _Tile:
         query: (num_kv_heads, group * R, D) float32. R is num_rows, padded with rows of zeros.
     """
 
-    def __init__(self, query: Tensor, num_kv_heads: int, sinks: Tensor | None) -> None:
+    def __init__(self, query: Tensor, num_kv_heads: int, value_dim: int, sinks: Tensor | None) -> None:
         self.num_rows, num_heads, head_dim = query.shape
+        self._value_dim = value_dim
         group = num_heads // num_kv_heads
         heads = query.view(self.num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).float()
         if self.num_rows > 1 and self.num_rows % ROW_STEP:
@@ -192,7 +193,7 @@ class _Tile:
         self._output: Tensor | None = None
         self._log_sum: Tensor | None = None
         if sinks is not None:
-            self._output = torch.zeros_like(self.query)
+            self._output = self.query.new_zeros(*self.query.shape[:2], value_dim)
             state = sinks.float().view(num_kv_heads, group, 1, 1).expand(*self.folded, 1)
             self._log_sum = state.reshape(num_kv_heads, -1, 1)
 
@@ -219,11 +220,10 @@ class _Tile:
         self._log_sum = total
 
     def rows(self) -> Tensor:
-        """Return the attention output, (num_rows, H, D) float32."""
+        """Return the attention output, (num_rows, H, value_dim) float32."""
         assert self._output is not None, "no key was merged: every row sees at least its own"
-        head_dim = self.query.shape[2]
-        heads = self._output.view(*self.folded, head_dim)[:, :, : self.num_rows]
-        return heads.permute(2, 0, 1, 3).reshape(self.num_rows, -1, head_dim)
+        heads = self._output.view(*self.folded, self._value_dim)[:, :, : self.num_rows]
+        return heads.permute(2, 0, 1, 3).reshape(self.num_rows, -1, self._value_dim)
 
 
 def _round_up(count: int, step: int) -> int:

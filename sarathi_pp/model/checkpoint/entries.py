@@ -9,7 +9,7 @@ from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.files import ITEM_BYTES, Checkpoint, TensorEntry
 from sarathi_pp.model.checkpoint.quantised.parts import Entry, join_parts
 from sarathi_pp.model.checkpoint.quantised.scheme import read_scheme
-from sarathi_pp.model.checkpoint.surplus import needed_tensors
+from sarathi_pp.model.checkpoint.surplus import draft_layers, needed_tensors
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 
 
@@ -23,7 +23,7 @@ def weight_entries(config: ConfigFile, checkpoint: Checkpoint) -> Mapping[str, E
     """
     if config.wrapper is not None:
         checkpoint, _ = text_checkpoint(checkpoint, config.values, config.wrapper)
-    tensors, scheme = needed_tensors(checkpoint), read_scheme(config)
+    tensors, scheme = needed_tensors(checkpoint, draft_layers(config.values)), read_scheme(config)
     return tensors if scheme is None else join_parts(tensors, scheme, checkpoint.aliases)
 
 

@@ -70,7 +70,8 @@ def refuse_config(directory: Path, error: Exception) -> InputError:
 
 def _make(family: Family, values: Mapping[str, object]) -> Any:
     plain = {key: value for key, value in values.items() if key not in QUANTISATION_KEYS}  # weights come as floats
-    return CONFIG_MAPPING[family.model_type].from_dict(plain)
+    # transformers converts weights by the model type, and does not know the aliases.
+    return CONFIG_MAPPING[family.model_type].from_dict({**plain, "model_type": family.model_type})
 
 
 def _makes_model(family: Family, values: Mapping[str, object]) -> bool:

@@ -36,8 +36,9 @@ _NOT_NULL = (
     *("_eps", "_epsilon", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"),
     *("n_group", "topk_group", "route_scale", "routed_scaling_factor", "moe_norm_min"),
 )
-# The rope parameters by which Ministral 3 scales queries.
-_MINISTRAL3_ROPE = ("llama_4_scaling_beta", "original_max_position_embeddings")
+# The rope parameters by which Ministral 3 and Mistral 4 scale queries.
+_SCALED_QUERIES = ("ministral3", "mistral4")
+_SCALING_ROPE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
 def check_ranges(path: Path, values: Mapping[str, object]) -> None:
@@ -71,8 +72,8 @@ def _check_null(path: Path, values: Mapping[str, object], *, has_experts: bool) 
         if values[key] is None and (key.endswith(_NOT_NULL) or (key in _EXPERTS_PER_TOKEN and has_experts)):
             raise InputError(f"{path}: {key} is null; expected a number")
     rope = values.get("rope_parameters")
-    if values.get("model_type") == "ministral3" and isinstance(rope, Mapping):
-        for key in _MINISTRAL3_ROPE:
+    if values.get("model_type") in _SCALED_QUERIES and isinstance(rope, Mapping):
+        for key in _SCALING_ROPE:
             if not isinstance(rope.get(key), (int, float)):
                 raise InputError(f"{path}: rope_parameters.{key} is {rope.get(key)!r:.100}; expected a number")
 

@@ -37,10 +37,10 @@ from sarathi_pp.model.checkpoint.kind import (
 )
 from sarathi_pp.model.checkpoint.quantised.scheme import Scheme, read_scheme
 from sarathi_pp.model.checkpoint.ranges import check_ranges
-from sarathi_pp.model.checkpoint.surplus import refuse_types, surplus_note
+from sarathi_pp.model.checkpoint.surplus import draft_layers, refuse_types, surplus_note
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
-from sarathi_pp.model.layer_cache import LayerCache, plain_caches
+from sarathi_pp.model.layer_cache import LayerCache, PagedCache, plain_caches
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -61,8 +61,8 @@ class ModelFacts:
 
     Attributes:
         num_heads: query heads of the attention.
-        num_kv_heads: KV heads of the attention.
-        head_dim: channels of a head.
+        num_kv_heads: KV heads of the attention; 1 with latent attention.
+        head_dim: channels of a key. With latent attention, those of a latent and of the rotary part.
         max_position_embeddings: most tokens of prompt and output together.
         dtype: float type to compute in, by torch's name. Most of the weights are stored in it.
         fingerprint: a digest, in hex digits. Two models have the same one if config.json, names, types, shapes and
@@ -101,6 +101,11 @@ class ModelFacts:
     def caches(self) -> tuple[LayerCache, ...]:
         """The memory that each layer keeps of earlier tokens."""
         return self.own_caches or plain_caches(self.num_layers, self.num_kv_heads, self.head_dim)
+
+    @property
+    def latent(self) -> bool:
+        """Return whether layers keep latents (MLA)."""
+        return any(isinstance(cache, PagedCache) and cache.latent for cache in self.own_caches)
 
     def max_model_len(self, asked: int | None) -> int:
         """Return the most tokens of prompt and output together in a run.
@@ -212,12 +217,20 @@ def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
     _refuse_layer_types(config, num_layers)
     hidden_size = config.size(family.keys.get("hidden_size", "hidden_size"))
     num_heads, num_kv_heads = _heads(config, family)
+    head_dim = config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads
+    own_caches: tuple[LayerCache, ...] = ()
+    if family.latent is not None:
+        keys = zip(("kv_lora_rank", "qk_rope_head_dim"), family.latent, strict=True)
+        latent, rotary = (config.optional_size(key, default) or default for key, default in keys)
+        num_kv_heads, head_dim = 1, latent + rotary
+        own_caches = (PagedCache(num_kv_heads, head_dim, latent, latent=True),) * num_layers
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads,
+        "head_dim": head_dim,
+        "own_caches": own_caches,
         "vocab_size": config.size("vocab_size"),
         "max_position_embeddings": config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
     }
@@ -234,7 +247,7 @@ def _find_facts(config: ConfigFile, family: Family, scheme: Scheme | None, check
     if config.wrapper is not None:
         checkpoint, note = text_checkpoint(checkpoint, config.values, config.wrapper)
         notes.append(note)
-    notes.append(surplus_note(checkpoint))
+    notes.append(surplus_note(checkpoint, draft_layers(config.values)))
     return ModelFacts(
         model_type=family.model_type,
         architecture=family.architecture,
@@ -327,7 +340,7 @@ def find_family(config: ConfigFile) -> Family:
     family = FAMILIES.get(str(architecture))
     if family is None:
         raise refuse_class(str(config.directory), str(architecture or model_type), config.values)
-    if family.model_type != model_type:
+    if model_type not in (family.model_type, *family.aliases):
         raise config.refuse(f"{architecture} has model_type {model_type!r:.100}; expected {family.model_type!r}")
     return family
 

@@ -1,8 +1,9 @@
 """The stored tensors that no causal language model computes with. Imports no torch.
 
 Published checkpoints hold tables that a model makes itself (rotary tables, causal masks), heads left from training for
-another task, and counters. They change no logit, so they are not loaded. Any other tensor that the model of config.json
-does not have is an error, because these weights may be those of another model.
+another task, layers for multi-token prediction (MTP), and counters. They change no logit, so they are not loaded. Any
+other tensor that the model of config.json does not have is an error, because these weights may be those of another
+model.
 """
 
 from __future__ import annotations
@@ -29,10 +30,29 @@ _OF_WEIGHTS = (
     *("_packed", "_shape", "_scale", "_scale_inv", "_zero_point", "_g_idx"),
 )
 _IN_LAYER = re.compile(r"(^|\.)\d+\.")
+_OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def surplus_kind(key: str, entry: TensorEntry) -> str | None:
-    """Return the kind of a stored tensor that changes no logit, or None if the model may compute with it."""
+def draft_layers(values: Mapping[str, object]) -> range:
+    """Return the indexes of the layers for multi-token prediction. They are stored after the model's own layers.
+
+    Args:
+        values: config.json. Numbers that are none name no such layers; support.py reports them.
+    """
+    num_layers, num_drafts = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
+    if not isinstance(num_layers, int) or not isinstance(num_drafts, int):
+        return range(0)
+    return range(num_layers, num_layers + num_drafts)
+
+
+def surplus_kind(key: str, entry: TensorEntry, drafts: range = range(0)) -> str | None:
+    """Return the kind of a stored tensor that changes no logit, or None if the model may compute with it.
+
+    Args:
+        drafts: see `draft_layers`.
+    """
+    if drafts and (layer := _OF_LAYER.search(key)) is not None and int(layer[1]) in drafts:
+        return "layers for multi-token prediction"
     for kind, names in _KINDS:
         if names.search(key):
             return kind
@@ -43,9 +63,9 @@ def surplus_kind(key: str, entry: TensorEntry) -> str | None:
     return None
 
 
-def needed_tensors(checkpoint: Checkpoint) -> Mapping[str, TensorEntry]:
-    """Return the tensors that the model may compute with, by stored name."""
-    return {key: entry for key, entry in checkpoint.tensors.items() if surplus_kind(key, entry) is None}
+def needed_tensors(checkpoint: Checkpoint, drafts: range) -> Mapping[str, TensorEntry]:
+    """Return the tensors that the model may compute with, by stored name. See `surplus_kind` for the arguments."""
+    return {key: entry for key, entry in checkpoint.tensors.items() if surplus_kind(key, entry, drafts) is None}
 
 
 def refuse_types(tensors: Mapping[str, TensorEntry]) -> None:
@@ -58,11 +78,11 @@ def refuse_types(tensors: Mapping[str, TensorEntry]) -> None:
             )
 
 
-def surplus_note(checkpoint: Checkpoint) -> str | None:
-    """Return a sentence that names the tensors that are not loaded, or None if there are none."""
+def surplus_note(checkpoint: Checkpoint, drafts: range) -> str | None:
+    """Return a sentence that names the tensors that are not loaded, or None if there are none. See `surplus_kind`."""
     found: dict[str, list[str]] = {}
     for key, entry in checkpoint.tensors.items():
-        if (kind := surplus_kind(key, entry)) is not None:
+        if (kind := surplus_kind(key, entry, drafts)) is not None:
             found.setdefault(kind, []).append(key)
     if not found:
         return None

@@ -70,6 +70,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "smolvlm": Wrapper(text="llama", inner="text_model"),
     "glm4v": Wrapper(text="glm4v_text", fixed=True, text_ties=True),
     "aya_vision": Wrapper(text="cohere2", tied=True),
+    "kimi_k25": Wrapper(text="deepseek_v3", tied=True),
 }
 """Multimodal models whose text part is supported, by model_type."""
 
@@ -91,6 +92,10 @@ _QWEN2_VL = TextPart(
     defaults=_sizes(152064, 8192, 29568, 80, 64, 32768)
     | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6},
 )
+_DEEPSEEK_V3 = TextPart(
+    family="deepseek_v3",
+    defaults=_sizes(129280, 7168, 18432, 61, 128, 4096) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+)
 TEXT_PARTS: Mapping[str, TextPart] = {
     "llama": TextPart(family="llama", defaults=_sizes(32000, 4096, 11008, 32, 32, 2048)),
     "mistral": TextPart(family="mistral", defaults=_sizes(32000, 4096, 14336, 32, 32, 131072)),
@@ -109,6 +114,12 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "cohere2": TextPart(
         family="cohere2", defaults=_sizes(256000, 8192, 22528, 40, 64, 8192), forced={"logit_scale": 1.0}
     ),
+    "mistral4": TextPart(
+        family="mistral4",
+        defaults=_sizes(131072, 4096, 12288, 36, 32, 1048576) | {"kv_lora_rank": 256, "qk_rope_head_dim": 64},
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": TextPart(
@@ -150,7 +161,7 @@ _KEPT = (
     (re.compile(r"^model\.(?=(?:embed_tokens|layers|norm)\.)"), "model."),
 )
 _DROPPED = re.compile(
-    r"^(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|connector|image_newline)(?:\.|$)"
+    r"^(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|mm_projector|connector|image_newline)(?:\.|$)"
 )
 _MERGED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 

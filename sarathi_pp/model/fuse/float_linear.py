@@ -85,7 +85,7 @@ class FloatLinear(nn.Module):
         lines = self.in_features // _inputs_per_line(held)
         # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
         self._weight = empty_in_large_pages((self._width // PANEL, lines, PANEL), torch.int32)
-        _pack(weights, self._weight, held)
+        pack(weights, self._weight, held)
         self._bias = torch.zeros(self._width)
         biases = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
         self._bias[: self.out_features] = torch.cat(biases)
@@ -167,7 +167,7 @@ def _padded(outputs: int) -> int:
     return -(-outputs // PANEL) * PANEL
 
 
-def _pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
+def pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
     """Write weights (N, K), one below the other, in the order that gemm.py reads.
 
     Args:

@@ -26,7 +26,7 @@ def main(triple: str) -> None:
     names = ["multiply_float", "multiply_float_bf16", "multiply_float_fp16"]
     names += ["multiply_bf16"] * (target().dot is not None)
     kernels = {name: (getattr(gemm, name), (*[types.int64] * 9, types.boolean)) for name in names}
-    numbers = *[types.int64] * 15, types.float32, types.float32, *[types.int64] * 5
+    numbers = *[types.int64] * 16, types.float32, types.float32, *[types.int64] * 5
     kernels["attention_float"] = attention_float.attend, numbers
     found = {}
     for name, (kernel, signature) in kernels.items():

@@ -58,7 +58,7 @@ def test_no_two_kernels_have_one_file() -> None:
     products = [one for name, one in vars(gemm).items() if name.startswith("multiply_") and hasattr(one, "_cache")]
     kernels = [*row_ops.BFLOAT16, *row_ops.FLOAT32, *products, gemm.lay_out, attention_prefill.attend]
     for head_dim, group, page_size in shapes:
-        kernels += [attention_decode.compile_kernel(kind, head_dim, group, page_size) for kind in (0, 1, 2)]
+        kernels += [attention_decode.compile_kernel(kind, head_dim, head_dim, group, page_size) for kind in (0, 1, 2)]
         kernels.append(attention_decode_simd.compile_kernel(head_dim, group, page_size))
     described = ("a", "+avx2"), ("b", "+avx2"), ("a", "+avx2,+avx512f")
     processors = [SimpleNamespace(magic_tuple=lambda one=one: ("linux", *one)) for one in described]

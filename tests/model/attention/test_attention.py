@@ -423,7 +423,7 @@ def test_float32_models_never_multiply_in_bf16(precisions: list[str]) -> None:
 def test_where_nothing_can_be_cached_the_kernel_is_compiled_all_the_same() -> None:
     no_folder = RuntimeError("cannot cache function 'attend': no locator available")
     with mock.patch.object(compiling, "KernelCache", side_effect=no_folder):
-        assert callable(attention_decode.compile_kernel.__wrapped__(attention_decode.FLOAT32, 8, 2, 4))
+        assert callable(attention_decode.compile_kernel.__wrapped__(attention_decode.FLOAT32, 8, 8, 2, 4))
 
 
 def test_two_threads_inside_put_the_precision_back() -> None:

@@ -74,7 +74,7 @@ def test_any_microbatch_is_exact(
 ) -> None:
     *heads, head_dim, page_size = shape
     case = Case(extents, page_size, *heads, head_dim, seed=seed, backend="numba")
-    assert attention_float.fits(head_dim, page_size)
+    assert attention_float.fits(head_dim, head_dim, page_size)
     spec = spec_for(case, window=window, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(case.run(spec).double(), case.expected(spec), atol=3e-6, rtol=0)
 
@@ -154,14 +154,14 @@ def test_tiny_and_large_scores_give_weights_that_add_up(scale: float) -> None:
 @pytest.mark.parametrize("head_dim", [16, 80])
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 7, 30])
 def test_the_kernel_keeps_to_the_scratch_that_it_asks_for(head_dim: int, num_rows: int) -> None:
-    needed = attention_float.scratch_floats(num_rows, 6, 2, head_dim)
+    needed = attention_float.scratch_floats(num_rows, 6, 2, head_dim, head_dim)
     scratch, out = attend(num_rows, head_dim, np.full(needed + 64, 7, np.float32))
     assert bool((scratch[needed:] == 7).all()) and bool(np.isfinite(out).all())
 
 
 def test_a_small_tile_may_need_more_scratch_than_a_large_one() -> None:
     """Tiles of few rows keep the scores of all heads at once, and others those of six rows."""
-    one, five = (attention_float.scratch_floats(rows, 64, 64, 16) for rows in (1, 5))
+    one, five = (attention_float.scratch_floats(rows, 64, 64, 16, 16) for rows in (1, 5))
     assert five >= one > 2 * 512 * 16 + 6 * (512 + 16) + 6 * 18, "the memory of five rows alone"
 
 
@@ -174,8 +174,8 @@ def attend(num_rows: int, head_dim: int, scratch: np.ndarray) -> tuple[np.ndarra
     out, sinks, pages = np.empty_like(query), np.full(6, -np.inf, np.float32), random.permutation(num_pages)
     place, count, table, end = np.array([[0], [num_rows], [0], [start + 1]])
     attention_float.attend(
-        query.ctypes.data, 6 * head_dim, head_dim, keys.ctypes.data, values.ctypes.data, 2, 3, head_dim, page_size,
-        place.ctypes.data, count.ctypes.data, pages.ctypes.data, table.ctypes.data, end.ctypes.data, 0,
+        query.ctypes.data, 6 * head_dim, head_dim, keys.ctypes.data, values.ctypes.data, 2, 3, head_dim, head_dim,
+        page_size, place.ctypes.data, count.ctypes.data, pages.ctypes.data, table.ctypes.data, end.ctypes.data, 0,
         np.float32(head_dim**-0.5), np.float32(0), sinks.ctypes.data, scratch.ctypes.data, out.ctypes.data, 0, 1,
     )  # fmt: skip
     return scratch, out

@@ -38,6 +38,7 @@ CASES = [
     *(("llama", form) for form in FORMS if form != "mxfp4"),
     *(("qwen3", form) for form in ("fp8 blocks", "packed int4 groups", "awq int4")),
     *(("qwen3_moe", form) for form in ("fp8 blocks", "packed int4 groups", "gptq int4", "awq int4")),
+    *(("deepseek_v3", form) for form in ("fp8 blocks", "packed int4 groups")),
     ("gpt_oss", "mxfp4"),
 ]
 # One for each layout of codes, and a mixture of experts.

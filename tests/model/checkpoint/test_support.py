@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
 from sarathi_pp.model.checkpoint.mlp import MLPShape, read_mlp
 from sarathi_pp.model.checkpoint.pretrained import load_config
-from sarathi_pp.model.checkpoint.support import check_model, describe_config
+from sarathi_pp.model.checkpoint.support import check_model, check_shards, describe_config
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.families import LEFT_OUT
+from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.layer_cache import token_values
 from tests.model.families import FAMILIES, VOCAB_SIZE, architecture, write_checkpoint
 
 LLAMA = {
@@ -112,8 +114,12 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     facts = check_model(tmp_path)
     heads = config.num_attention_heads
-    assert facts.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
-    assert facts.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if known.latent is not None:
+        assert (facts.num_kv_heads, facts.head_dim) == (1, config.kv_lora_rank + config.qk_rope_head_dim)
+        assert known.latent == (config.kv_lora_rank, config.qk_rope_head_dim)
+    else:
+        assert facts.num_kv_heads == (getattr(config, "num_key_value_heads", None) or heads)
+        assert facts.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
     assert facts.tie_word_embeddings == config.tie_word_embeddings
 
 
@@ -257,12 +263,26 @@ def test_impossible_numbers_of_experts_are_named(write: Write, changed: dict[str
         check_model(write(**changed))
 
 
-def test_ministral3_needs_the_numbers_that_scale_its_queries(write: Write) -> None:
+def test_the_numbers_that_scale_queries_are_needed(write: Write) -> None:
     ministral3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     with pytest.raises(InputError, match="rope_parameters.llama_4_scaling_beta is None; expected a number"):
         check_model(write(**ministral3, rope_parameters=rope))
     assert check_model(write(**ministral3, rope_parameters=rope | {"llama_4_scaling_beta": 0.1})).num_kv_heads == 8
+
+
+def test_a_token_takes_one_latent_per_layer(write: Write) -> None:
+    """The sizes are those of DeepSeek-V3, under the model type of Kimi K2."""
+    sizes = {"num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128}
+    sizes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64}
+    directory = write(architectures=["DeepseekV3ForCausalLM"], model_type="kimi_k2", **sizes)
+    facts = check_model(directory)
+    assert (facts.model_type, facts.latent, facts.num_heads, facts.num_kv_heads) == ("deepseek_v3", True, 128, 1)
+    assert token_values(facts.caches[:1]) == 576 and token_values(facts.caches) == 61 * 576
+    assert page_bytes(facts.caches, 16, torch.bfloat16) == 16 * 61 * 576 * 2
+    assert load_config(directory)[1].model_type == "deepseek_v3"
+    with pytest.raises(UnsupportedModelError, match="not proven exact in tensor shards"):
+        check_shards(directory, 2)
 
 
 @pytest.mark.parametrize(

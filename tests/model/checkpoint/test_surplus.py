@@ -70,6 +70,17 @@ def test_what_decides_nothing_is_left_aside(llama: tuple[Path, Any], tmp_path: P
     assert check_model(source).notes == ()
 
 
+def test_layers_for_multi_token_prediction_are_left_aside(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    names = {f"model.layers.{NUM_LAYERS}.{name}.weight": torch.zeros(2, 48) for name in ("eh_proj", "embed_tokens")}
+    with_tensors(llama[0], tmp_path, names)
+    with pytest.raises(InputError, match=f"the model has no place for model.layers.{NUM_LAYERS}.e"):
+        load_stage(tmp_path, (4, 5), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    load_stage(tmp_path, (4, 5), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
+    assert "layers for multi-token prediction (model.layers.5.e" in check_model(tmp_path).notes[0]
+
+
 @pytest.mark.parametrize("name", SURPLUS)
 def test_each_kind_is_named(name: str, llama: tuple[Path, Any], tmp_path: Path) -> None:
     with_tensors(llama[0], tmp_path, {name: SURPLUS[name]})

@@ -79,8 +79,10 @@ def test_stages_have_the_weights_of_the_whole_model(kind: str, old_names: bool, 
         held = {name: parameter for name, parameter in stage.module.named_parameters()}
         assert len(held) > 5
         for name, parameter in held.items():
+            if ".kv_b_proj." in name:  # latent attention holds it in another form
+                continue
             assert torch.equal(parameter, expected[name]), name
-        assert stage.bytes_read <= sum(parameter.nbytes for parameter in held.values())
+        assert stage.bytes_read <= sum(one.nbytes for one in (*held.values(), *stage.module.buffers()))
     facts = check_model(directory)
     assert "only the text part is loaded" in facts.notes[0]
     assert facts.tie_word_embeddings == (model.lm_head.weight is model.get_input_embeddings().weight)
@@ -129,7 +131,7 @@ def test_merged_experts_are_cut_for_shards_in_either_form(old_names: bool, saved
 
 @pytest.mark.parametrize("kind", TEXT_PARTS)
 def test_defaults_are_those_of_transformers(kind: str) -> None:
-    config = transformers.CONFIG_MAPPING[kind]()
+    config = transformers.CONFIG_MAPPING["deepseek_v3" if kind == "kimi_k2" else kind]()
     for key, value in TEXT_PARTS[kind].defaults.items():
         found = config.rope_parameters.get(key, 1.0) if key in ("rope_theta", "partial_rotary_factor") else None
         assert (getattr(config, key) if found is None else found) == value, key
@@ -185,7 +187,7 @@ def test_experts_of_unknown_direction_are_refused(saved: Saved, tmp_path: Path) 
         check_model(directory)
 
 
-@pytest.mark.parametrize("kind", ["llama4", "gemma4", "paligemma", "qwen3_5", "kimi_k25"])
+@pytest.mark.parametrize("kind", ["llama4", "gemma4", "paligemma", "qwen3_5"])
 def test_other_multimodal_models_are_refused(kind: str, saved: Saved, tmp_path: Path) -> None:
     directory = changed(
         saved("gemma3", True), tmp_path, {}, {"model_type": kind, "architectures": ["XForConditionalGeneration"]}

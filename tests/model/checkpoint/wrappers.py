@@ -40,6 +40,20 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 _PATCHES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -51,6 +65,7 @@ _VISUAL = {"depth": 1, "num_heads": 2, "hidden_size": 32, "patch_size": 14, "int
 _VISUAL2 = {"depth": 1, "num_heads": 2, "embed_dim": 32, "hidden_size": 64, "patch_size": 14}
 _VISUAL2_5 = _VISUAL | {"out_hidden_size": 64, "fullatt_block_indexes": [0]}
 _VISUAL3 = _VISUAL | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+_KIMI = _PATCHES | {"pos_emb_height": 4, "pos_emb_width": 4}
 _VISUAL_GLM = _VISUAL | {"out_hidden_size": 64, "image_size": 28}
 
 KINDS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
@@ -91,6 +106,8 @@ KINDS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "llava_onevision": ("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, True),
     "idefics3": ("Idefics3", {"model_type": "llama"}, _PATCHES, False),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, _PATCHES, False),
+    "mistral3_mistral4": ("Mistral3", {"model_type": "mistral4", **_LATENT, "rope_parameters": _YARN}, _PIXTRAL, False),
+    "kimi_k25": ("Kimi_K25", {"model_type": "deepseek_v3", **_LATENT}, _KIMI, False),
     "glm4v": ("Glm4v", {"rope_parameters": _GLM_ROPE}, _VISUAL_GLM, False),
 }
 """Kind -> stem of the class names, settings of the text part and of the vision part, and whether the LM head is tied.
@@ -124,3 +141,10 @@ def make(kind: str, directory: Path, old_names: bool = False) -> None:
         tensors = load_file(directory / "model.safetensors")
         turned = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".mlp.experts." in name}
         save_file(tensors | turned, directory / "model.safetensors", metadata={"format": "pt"})
+    if kind == "kimi_k25" and old_names:  # transformers names text layers like image layers
+        tensors = load_file(directory / "model.safetensors")
+        named = {
+            name.replace("language_model.model.blocks.", "language_model.model.layers."): tensors[name]
+            for name in tensors
+        }
+        save_file(named, directory / "model.safetensors", metadata={"format": "pt"})

@@ -44,6 +44,7 @@ class KVShard:
         num_kv_heads: KV heads of the model's attention layers, which are all alike; 0 if the model has none.
         head_dim: channels of a key.
         value_dim: channels of a value.
+        latent: values are a part of the keys. See PagedCache.
 
     Args:
         layers: (first, end).
@@ -72,6 +73,7 @@ class KVShard:
         self.page_size = page_size
         paged = next((cache for cache in caches if isinstance(cache, PagedCache)), PagedCache(0, 0, 0))
         self.num_kv_heads, self.head_dim, self.value_dim = paged.num_heads, paged.key_dim, paged.value_dim
+        self.latent = paged.latent
         self.dtype = dtype
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}

@@ -531,7 +531,7 @@ _SCALES: dict[str, tuple[float, float]] = {
     "biogpt": (2.5, 0.05),
     "olmoe": (0.8, 4.0),
     "flex_olmo": (1.2, 0.5),
-    "deepseek_v2": (1.2, 0.5),
+    "deepseek_v2": (0.8, 4.0),
     "axk1": (1.2, 0.5),
     "granitemoe": (0.8, 0.4),
     "granitemoeshared": (0.8, 0.05),

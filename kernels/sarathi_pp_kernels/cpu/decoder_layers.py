@@ -181,7 +181,7 @@ _SIGNATURES = {
     "silu_multiply": _takes(*[_I] * 5),
     "lay_out": _takes(_I, _I, _I, _I, _B, _I, _I),
     "multiply": _takes(*[_I] * 9, _B),
-    "attend": _takes(*[_I] * 15, _F, _F, _I, _I, _I, _I),
+    "attend": _takes(*[_I] * 17, _F, _F, _I, _I, _I, _I),
     "read": _takes(*[_I] * 11, _F, _F, _I, _I, _I, _I, _I),
     "read_tiles": _takes(*[_I] * 12, _F, _F, _I, _I, _I, _I, _I),
     "attend_tiles": _takes(*[_I] * 16, _F, _F, _I, _I, _I, _I, _I),
@@ -297,9 +297,10 @@ def _attend_chunks(code, shape, microbatch, chunks, layer, work, floats, team): 
                 code.attend,
                 (
                     work.qkv + (first_row + begin) * qkv_width * 2, qkv_width // 2, head_dim // 2, layer.keys,
-                    layer.values, kv_heads, heads // kv_heads, head_dim, shape.page_size, microbatch.pages + page * 8,
-                    start + begin, end - begin, shape.most_rows, first_head, end_head, shape.scaling, np.float32(0),
-                    layer.window, microbatch.sinks, floats, work.attended + (first_row + begin) * width * 2,
+                    layer.values, kv_heads, heads // kv_heads, head_dim, head_dim, shape.page_size,
+                    microbatch.pages + page * 8, start + begin, 1, end - begin, shape.most_rows, first_head, end_head,
+                    shape.scaling, np.float32(0), layer.window, microbatch.sinks, floats,
+                    work.attended + (first_row + begin) * width * 2,
                 ),
             )  # fmt: skip
 

@@ -211,7 +211,7 @@ class DecoderLayersCall:
             return max((attention_decode.scratch_floats(*size, heads, head_dim, head_dim) for size in sizes), default=0)
         group, found = heads // self._shape.num_kv_heads, 0
         if chunks:
-            found = attention_prefill.scratch_floats(max(rows for _, rows, _, _ in chunks), group, head_dim)
+            found = attention_prefill.scratch_floats(max(rows for _, rows, _, _ in chunks), group, head_dim, head_dim)
         if tiles.ends:
             of_decodes = attention_decode_simd.scratch_floats(heads, head_dim, max(tiles.ends), page_size)
             found = max(found, of_decodes)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_float
-from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, attend, rows_at_once, scratch_floats
+from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, TILE_ROWS, attend, rows_at_once, scratch_floats
 from sarathi_pp_kernels.cpu.simd.registers import LANES
 from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
@@ -88,13 +88,14 @@ class NumbaAttention:
         In float32, no span is a chunk. The result is kept, because all layers of a microbatch need the same one.
 
         Args:
-            simd: the kernels for bfloat16 are used. Then a prompt's span of one row is a chunk too.
+            simd: the kernels for bfloat16 are used. Then a prompt's span of one row is a chunk too. So is a decode with
+                latent attention, whose many heads share their keys.
         """
         if self._split is None or self._split[0] is not inputs:
             in_tiles: list[SpanRows] = []
             in_chunks: list[SpanRows] = []
             for span in inputs.spans:
-                alone = span.num_tokens == 1 and not (span.prompt and simd)
+                alone = span.num_tokens == 1 and not (simd and (span.prompt or kv.latent))
                 (in_tiles if kv.dtype == torch.float32 or alone else in_chunks).append(span)
             chunks = inputs._replace(spans=tuple(in_chunks))
             tiles = _Tiles.of(in_tiles, num_heads, kv) if in_tiles else None
@@ -103,8 +104,8 @@ class NumbaAttention:
 
     def fits_simd(self, kv: KVShard) -> bool:
         """Return whether the SIMD kernels run on this processor and can read the pages of this KV shard."""
-        fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0 and kv.head_dim % LANES == 0
-        fits = fits and kv.value_dim == kv.head_dim
+        fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0
+        fits = fits and kv.head_dim % LANES == kv.value_dim % LANES == 0
         return fits and self._has_avx512_bf16 and kv.dtype == torch.bfloat16
 
 
@@ -132,6 +133,10 @@ class _LayerAttention:
 
     def chunk(self, query: Tensor, out: Tensor, span: SpanRows) -> None:
         """Compute one span's rows, split over threads by KV heads, and by rows if there are too few heads."""
+        if span.num_tokens == 1 and self.kv.latent:
+            pieces = split_range(query.shape[1], TILE_ROWS)
+            run_parallel([partial(self._attend_heads, query, out, span, piece) for piece in pieces])
+            return
         heads = split_range(self.kv.num_kv_heads)
         parts = -(-torch.get_num_threads() // len(heads))
         ends = [span.num_tokens * part // parts for part in range(parts + 1)]
@@ -155,22 +160,56 @@ class _LayerAttention:
             rows: indices of rows, counted from the span's first row.
             heads: indices of KV heads.
         """
-        kv, group = self.kv, query.shape[1] // self.kv.num_kv_heads
-        place = slice(span.first_row + rows.start, span.first_row + rows.stop)
-        scratch = scratch_of_thread(scratch_floats(len(rows), group, kv.head_dim))
+        place, group = span.first_row + rows.start, query.shape[1] // self.kv.num_kv_heads
+        steps = query.stride(0), query.stride(1)
+        self._compute(query[place], steps, out[place], span, group, (span.start + rows.start, 1, len(rows)), heads)
+
+    def _attend_heads(self, query: Tensor, out: Tensor, span: SpanRows, heads: range) -> None:
+        """Compute some heads of a span's one row with latent attention. All heads share the keys, as rows do.
+
+        Args:
+            heads: indices of query heads.
+        """
+        row, steps = span.first_row, (query.stride(1), query.stride(1))
+        asked, to = query[row, heads.start], out[row, heads.start]
+        self._compute(asked, steps, to, span, 1, (span.start, 0, len(heads)), range(1))
+
+    def _compute(
+        self,
+        query: Tensor,
+        steps: tuple[int, int],
+        out: Tensor,
+        span: SpanRows,
+        group: int,
+        rows: tuple[int, int, int],
+        heads: range,
+    ) -> None:
+        """Call the kernel for chunks.
+
+        Args:
+            query: begins with the first row's query.
+            steps: number of elements from a row of the query to the next, and from a head to the next.
+            out: begins with the first row's output.
+            group: number of query heads that share a KV head.
+            rows: position of the first row, number of positions from a row to the next, number of rows.
+            heads: indices of KV heads.
+        """
+        kv, (start, row_step, num_rows) = self.kv, rows
         attend(
-            query[place].data_ptr(),
-            query.stride(0) // 2,
-            query.stride(1) // 2,
+            query.data_ptr(),
+            steps[0] // 2,
+            steps[1] // 2,
             kv.keys(self.layer).data_ptr(),
             kv.values(self.layer).data_ptr(),
             kv.num_kv_heads,
             group,
             kv.head_dim,
+            kv.value_dim,
             kv.page_size,
             span.pages.data_ptr(),
-            span.start + rows.start,
-            len(rows),
+            start,
+            row_step,
+            num_rows,
             rows_at_once(group),
             heads.start,
             heads.stop,
@@ -178,8 +217,8 @@ class _LayerAttention:
             np.float32(self.spec.softcap or 0),
             self.spec.sliding_window or 0,
             self.sinks.data_ptr(),
-            scratch.data_ptr(),
-            out[place].data_ptr(),
+            scratch_of_thread(scratch_floats(num_rows, group, kv.head_dim, kv.value_dim)).data_ptr(),
+            out.data_ptr(),
         )
 
     def _read(self, query: Tensor, out: Tensor, tiles: _Tiles, piece: range) -> None:

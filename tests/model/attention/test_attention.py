@@ -457,12 +457,12 @@ def test_kernels_keep_to_the_scratch_that_they_ask_for(head_dim: int, num_rows: 
     out = torch.empty_like(query)
     no_cap, scaling = np.float32(0), np.float32(head_dim**-0.5)
     at_once = rows_at_once(group)
-    needed = attention_prefill.scratch_floats(num_rows, group, head_dim)
+    needed = attention_prefill.scratch_floats(num_rows, group, head_dim, head_dim)
     scratch = torch.full((needed + 64,), 7.0)
     attention_prefill.attend(
         query.data_ptr(), kv_heads * group * head_dim // 2, head_dim // 2, keys.data_ptr(), values.data_ptr(), kv_heads,
-        group, head_dim, page_size, pages.data_ptr(), start, num_rows, at_once, 0, kv_heads, scaling, no_cap, 0,
-        sinks.data_ptr(), scratch.data_ptr(), out.data_ptr(),
+        group, head_dim, head_dim, page_size, pages.data_ptr(), start, 1, num_rows, at_once, 0, kv_heads, scaling,
+        no_cap, 0, sinks.data_ptr(), scratch.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     assert bool((scratch[needed:] == 7).all()) and bool(out.isfinite().all())
     needed = attention_decode_simd.scratch_floats(kv_heads * group, head_dim, num_pages * page_size, page_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from torch import Tensor, nn
 
 from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend
@@ -134,3 +135,14 @@ def test_kernels_without_latents_are_passed_over() -> None:
     takes = {name: known.takes(needs) for name, known in BACKENDS.items()}
     assert takes.pop("numba") is takes.pop("sdpa") is None
     assert all(takes.values()), takes
+
+
+@pytest.mark.skipif(not has_avx512_bf16(), reason="needs AVX512-BF16")
+@pytest.mark.parametrize("num_heads", [1, 6, 16, 20])
+def test_bfloat16_bits_do_not_depend_on_the_cut(num_heads: int) -> None:
+    rows, backend = Rows(32, 16, num_heads, 40, torch.bfloat16), choose_backend("numba", CPU, PAGE_SIZE)
+    whole = rows.attend(backend, [0, 40])
+    assert torch.equal(rows.attend(backend, range(41)), whole)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(rows.attend(backend, [0, 17, 18, 40]), whole)

@@ -21,9 +21,9 @@ Kernel = Callable[..., None]
 
 _FLOAT = np.float32
 _LOG2_E = _FLOAT(1.4426950408889634)
-# Approximate distance, in bytes, from the line that is read to the line that is prefetched. It is far enough for memory
-# to answer in time, and near enough for the first-level cache to keep the lines in between.
-_AHEAD_BYTES = 6144
+# Distance, in bytes, from the line that is read to the line that is prefetched. It is far enough for memory to answer
+# in time, and near enough for the second-level cache to keep the lines in between.
+AHEAD_BYTES = 32768
 # Most registers for sums, out of 32.
 _MOST_SUMS = 16
 
@@ -36,20 +36,39 @@ def scratch_floats(num_heads: int, head_dim: int, most_keys: int, page_size: int
     return num_heads * (head_dim + 1 + 2 * (most_keys + 2 * page_size + 16)) + _MOST_SUMS
 
 
-def _distance(size: int) -> int:
-    """Return how many bytes ahead to prefetch if `size` bytes are read at a time.
-
-    It is a multiple of `size`. So no prefetch crosses the end of a page. There, the page of another sequence may
-    follow. Sizes above 12288 bytes are an exception, since such a block is rarely the last of a page.
-    """
-    return max(1, _AHEAD_BYTES // size) * size if size <= 2 * _AHEAD_BYTES else _AHEAD_BYTES
+@inlined
+def _seen(end, window, page_size):  # type: ignore[no-untyped-def]
+    """Return the first key that a row sees, and the indices of the first and the last page with such keys."""
+    first = max(end - window, 0) if window else 0
+    return first, first // page_size, (end - 1) // page_size
 
 
 @inlined
-def _ahead(page, following, offset, distance, page_bytes):  # type: ignore[no-untyped-def]
-    """Return the address `distance` bytes after an offset in a page: in this page, or in the sequence's next page."""
-    there = offset + distance
-    return page + there if there < page_bytes else following + min(there - page_bytes, offset)
+def distance(page_bytes):  # type: ignore[no-untyped-def]
+    """Return AHEAD_BYTES as (pages, bytes), and the bytes of a page, as `address_ahead` takes them."""
+    return AHEAD_BYTES // page_bytes, AHEAD_BYTES % page_bytes, page_bytes
+
+
+@inlined
+def address_ahead(index, offset, step, current, following):  # type: ignore[no-untyped-def]
+    """Return the address that is read AHEAD_BYTES after an offset in page `index` of a page table.
+
+    After the last page, the first pages that follow are read, or the last one of these if there are too few.
+
+    Args:
+        step: the result of `distance`. It is computed once, because divisions are slow.
+        current: (address of all pages, address of the page ids, index of the last page).
+        following: (address of all pages, address of the page ids, index of the first page, index of the last page) of
+            what is read next.
+    """
+    pages, rest, page_bytes = step
+    page, there = index + pages, offset + rest
+    if there >= page_bytes:
+        page, there = page + 1, there - page_bytes
+    if page <= current[2]:
+        return current[0] + load_index(current[1], page) * page_bytes + there
+    page = min(page - current[2] - 1 + following[2], following[3])
+    return following[0] + load_index(following[1], page) * page_bytes + there
 
 
 @inlined
@@ -98,7 +117,6 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
     lines = head_dim // 32
     at_once = next(n for n in range(group, 0, -1) if n == 1 or (group % n == 0 and n * 2 * lines <= _MOST_SUMS))
     block_bytes = page_size * head_dim * 2
-    keys_distance, values_distance = _distance(32 * head_dim), _distance(block_bytes)
 
     def attend(  # type: ignore[no-untyped-def]  # noqa: C901
         query, row_step, head_step, keys, values, num_kv_heads, places, pages, tables, ends, window, scaling, softcap,
@@ -106,27 +124,32 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
     ):  # fmt: skip
         num_heads = num_kv_heads * group
         page_bytes = num_kv_heads * block_bytes
+        step = distance(page_bytes)
         sums, totals = scratch, scratch + num_heads * head_dim * 4
         tops = totals + num_heads * 4
         scores = tops + _MOST_SUMS * 4
         for row in range(begin, stop):
             place, table = load_index(places, row), pages + load_index(tables, row) * 8
             end = load_index(ends, row)
-            first = max(end - window, 0) if window else 0
-            first_page, last_page = first // page_size, (end - 1) // page_size
+            first, first_page, last_page = _seen(end, window, page_size)
+            # The next row is read after this one.
+            later = min(row + 1, stop - 1)
+            _, later_first, later_last = _seen(load_index(ends, later), window, page_size)
+            of_keys, of_values = (keys, table, last_page), (values, table, last_page)
+            next_values = values, table, first_page, last_page
+            next_keys = keys, pages + load_index(tables, later) * 8, later_first, later_last
             # A window may begin anywhere in its page, and a weight may be read together with the next one.
             width = (last_page + 2) * page_size + 16
             weights = scores + num_heads * width * 4
             origin, filled = first_page * page_size, (last_page + 1 - first_page) * page_size + 16
             for index in range(first_page, last_page + 1):
                 page = keys + load_index(table, index) * page_bytes
-                following = keys + load_index(table, min(index + 1, last_page)) * page_bytes
                 for kv_head in range(num_kv_heads):
                     asked = query + (place * row_step + kv_head * group * head_step) * 2
                     to = scores + (kv_head * group * width + index * page_size - origin) * 4
                     for token in range(0, page_size, 16):
                         at = kv_head * block_bytes + token * head_dim * 2
-                        ahead = _ahead(page, following, at, keys_distance, page_bytes)
+                        ahead = address_ahead(index, at, step, of_keys, next_values)
                         dot_lines(lines, 1, asked, page + at, to + token * 4, ahead)
                         for member in range(1, group):
                             of_member, to_member = asked + member * head_step * 2, to + (member * width + token) * 4
@@ -140,13 +163,12 @@ def compile_kernel(head_dim: int, group: int, page_size: int) -> Kernel:  # noqa
                 store_float(sums, at, _FLOAT(0))
             for index in range(first_page, last_page + 1):
                 page = values + load_index(table, index) * page_bytes
-                following = values + load_index(table, min(index + 1, last_page)) * page_bytes
                 # Values outside may never have been written, and even a weight of 0 times NaN is NaN.
                 low, high = max(first - index * page_size, 0), min(end - index * page_size, page_size)
                 pairs = (high - low) // 2
                 for kv_head in range(num_kv_heads):
                     at = (kv_head * page_size + low) * head_dim * 2
-                    block, ahead = page + at, _ahead(page, following, at, values_distance, page_bytes)
+                    block, ahead = page + at, address_ahead(index, at, step, of_values, next_keys)
                     for head in range(kv_head * group, (kv_head + 1) * group, at_once):
                         given = weights + (head * width + index * page_size - origin + low) * 2
                         to = sums + head * head_dim * 4

@@ -30,7 +30,6 @@ from sarathi_pp_kernels.cpu.simd.registers import (
     load_values,
     pairs_at,
     prefetch_at,
-    prefetch_once_at,
     spread,
     store_values,
 )
@@ -282,7 +281,7 @@ def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-
 
     Args:
         lines: number of lines of a token, a literal.
-        asks: a literal: 1 to prefetch as many lines from the address `ahead` on, which are read once later; 0 for none.
+        asks: a literal: 1 to prefetch as many lines from the address `ahead` on to the second-level cache; 0 for none.
     """
     num_lines, asked = lines.literal_value, asks.literal_value
 
@@ -296,7 +295,7 @@ def dot_lines(typing, lines, asks, query, keys, out, ahead):  # type: ignore[no-
             for line, factor in enumerate(queries):
                 word = index((token * num_lines + line) * LANES)
                 if asked:
-                    prefetch_once_at(builder, element_at(builder, ahead_, I32, word))
+                    prefetch_at(builder, element_at(builder, ahead_, I32, word), cache=2)
                 held = dot(builder, held, factor, pairs_at(builder, keys_, word))
             sums.append(held)
         pointer = builder.bitcast(element_at(builder, out_, F32, index(0)), FLOATS.as_pointer())
@@ -320,7 +319,8 @@ def add_weighted(  # type: ignore[no-untyped-def]
         weights: bfloat16, weights of each head. Those of the next head are weights_step elements after them.
         sums: (heads, 32 * lines) float32.
         num_pairs: at least 1.
-        ahead: address of values that are read later, once. As many lines are prefetched from there as are read here.
+        ahead: address of values that are read later. As many lines are prefetched from there to the second-level cache
+            as are read here.
     """
     num_heads, num_lines, lone = heads.literal_value, lines.literal_value, odd.literal_value
     channels = [(line, part) for line in range(num_lines) for part in range(2)]
@@ -346,7 +346,7 @@ def add_weighted(  # type: ignore[no-untyped-def]
         both = [[ir.Constant(halves, [0] * 2 * LANES)] * 2 for _ in range(num_lines)]
         for line, token in product(range(num_lines), range(1 if lone else 2)):
             word = builder.add(first, index((token * num_lines + line) * LANES))
-            prefetch_once_at(builder, element_at(builder, ahead_, I32, word))
+            prefetch_at(builder, element_at(builder, ahead_, I32, word), cache=2)
             both[line][token] = builder.bitcast(pairs_at(builder, values_, word), halves)
         mixed = []
         for line, part in channels:

@@ -73,16 +73,7 @@ def call(builder: Any, name: str, returned: Any, arguments: list[Any]) -> Any:
 
 def prefetch_at(builder: Any, pointer: Any, cache: int) -> None:
     """Prefetch a line to the first-level (1) or second-level cache (2). The second one takes more requests at once."""
-    _prefetch_at(builder, pointer, 4 - cache)
-
-
-def prefetch_once_at(builder: Any, pointer: Any) -> None:
-    """Prefetch a line that is read once: to the first-level cache, and to no other."""
-    _prefetch_at(builder, pointer, 0)
-
-
-def _prefetch_at(builder: Any, pointer: Any, locality: int) -> None:
-    read, keep, data = (ir.Constant(I32, value) for value in (0, locality, 1))
+    read, keep, data = (ir.Constant(I32, value) for value in (0, 4 - cache, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(pointer, I8.as_pointer()), read, keep, data])
 
 

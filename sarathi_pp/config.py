@@ -115,7 +115,8 @@ class RunConfig:
         head: stage of the LM head. "last": the last stage. "auto": on CPU the first stage may compute it too, if that
             makes the times of the stages more equal.
         prefix_cache: which KV pages later requests can share. "off": none. "prompts": pages of prompts. "all": pages of
-            outputs too. "auto": "all" if a decode writes the same bits as a prompt chunk would, else "prompts".
+            outputs too. "auto": "all" if a decode writes the same bits as a prompt chunk would, else "prompts"; "off"
+            for a model whose layers keep states.
         order: order in which requests start. "input": that of the input. "prefix": prompts with equal beginnings follow
             each other. "auto": "prefix" if the prefix cache is on and the input is a file or a list that arrives at
             once.

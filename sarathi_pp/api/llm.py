@@ -475,6 +475,7 @@ def _check(arguments: Arguments, stages: int | None, env: RankEnvironment | None
     model_dir = find_model(config.model)
     facts = check_model(model_dir)
     check_shards(model_dir, config.tensor_parallel_size)
+    facts.prefix_cache(config.prefix_cache)  # raises for a model that has none
     config = tuned(config, facts)
     partition(facts.num_layers, config.stages, config.layer_split)
     defaults = read_generation_config(model_dir, config.override_generation_config)

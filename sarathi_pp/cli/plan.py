@@ -147,6 +147,12 @@ def _explanations(document: Mapping[str, Any]) -> Iterator[Text]:
     least = ", ".join(f"{stage['stage']} {formats.gib(stage['total_bytes'])} GiB" for stage in document["floor"])
     tokens = f"{document['longest_request_tokens']:,} tokens"
     yield Text(f"least memory of a stage, with one layer and a request of {tokens}: {least}")
+    if each := document["state_bytes_per_sequence"]:
+        states = ", ".join(formats.gib(stage["state_bytes"]) for stage in document["per_stage"])
+        yield Text(
+            f"KV includes the states of {document['max_num_seqs']} sequences: {states} GiB. One has "
+            f"{each / 2**20:.3g} MiB in all stages"
+        )
     if (shards := document["tensor_parallel_size"]) > 1:
         yield Text(f"{shards} ranks hold each stage together; the table shows the memory of one rank")
 

@@ -2,9 +2,9 @@
 
 It does no input or output, so real runs, emulated runs and the simulator all use this same class.
 
-It owns the queues of requests, the cursors of each sequence (see sequence.py) and the KV pages. A policy only chooses
-which known tokens to compute next. The stages see only what the coordinator emits, so they can never disagree with it
-about the owner of a page.
+It owns the queues of requests, the cursors of each sequence (sequence.py), the KV pages and the state slots. A policy
+only chooses which known tokens to compute next. The stages see only what the coordinator emits, so they can never
+disagree with it about the owner of a page or a slot.
 
 A page may go to another sequence while chunks that still write it are in flight. Stages are first in, first out, so
 the old write happens before the new owner's first write reaches the same stage. The new owner writes each position
@@ -33,6 +33,7 @@ from sarathi_pp.core.policy.view import Grant, Limits, Policy, View, class_name,
 from sarathi_pp.core.prefix_cache import PrefixCache
 from sarathi_pp.core.request import Completion, Request
 from sarathi_pp.core.sequence import Sequence
+from sarathi_pp.core.state_slots import SlotPool
 from sarathi_pp.errors import PolicyError
 
 _BY_ARRIVAL = operator.attrgetter("sequence.order")
@@ -87,6 +88,7 @@ class Coordinator:
         self.idle_reason: IdleReason = "no_arrivals"
         self._policy = policy
         self.pool, self.prefixes = self._new_pages()
+        self._slots = SlotPool(limits.num_slots)
         # The buffers for messages between stages have this size. It is from the limits at the start: `shrink` makes
         # microbatches smaller, never larger.
         self._most_tokens = max_tokens_of(policy, limits)
@@ -200,7 +202,7 @@ class Coordinator:
         return withdrawn
 
     def abort(self, sent: Iterable[MicroBatch]) -> None:
-        """Forget all requests and free all pages, after an exception at any point.
+        """Forget all requests and free all pages and slots, after an exception at any point.
 
         Args:
             sent: the issued microbatches that were really sent and have no result yet. Their results will be dropped.
@@ -218,6 +220,7 @@ class Coordinator:
             queue.clear()
         evictions, before = self.pool.evictions, self.prefixes
         self.pool, self.prefixes = self._new_pages()
+        self._slots = SlotPool(self.limits.num_slots)
         self.pool.evictions = evictions
         self.prefixes.prompt_tokens, self.prefixes.cached_tokens = before.prompt_tokens, before.cached_tokens
         self.prefixes.resumed_tokens = before.resumed_tokens
@@ -357,7 +360,7 @@ class Coordinator:
         return None
 
     def _leave(self, sequence: Sequence) -> None:
-        """Remove a sequence from the running ones and free its pages."""
+        """Remove a sequence from the running ones, and free its pages and its state slot."""
         del self._running[sequence.index]
         if sequence.past_prompt:
             self._num_past_prompt -= 1
@@ -366,6 +369,7 @@ class Coordinator:
         unfilled = -sequence.issued % self.pool.page_size
         self._held_tokens -= self.pool.give_back(sequence.pages) * self.pool.page_size - unfilled
         self.prefixes.leave(sequence)
+        self._slots.give_back(sequence.slot)
         self._freed.append(sequence.index)
 
     def _startable(self) -> _Startable:
@@ -469,7 +473,7 @@ class Coordinator:
         return tuple(sequence.pages)
 
     def _begin(self, sequence: Sequence, end: int) -> bool:
-        """Move a waiting sequence to the running ones, with the pages that it has found.
+        """Move a waiting sequence to the running ones, with the pages that it has found and a state slot.
 
         Other sequences are never preempted for it.
 
@@ -480,6 +484,7 @@ class Coordinator:
         if pool.num_free < pool.pages_for(end) - pool.num_held(sequence.found):
             return False
         sequence.start()
+        sequence.slot = self._slots.take()
         self._waiting.remove(sequence)
         self._waiting_tokens -= sequence.known
         self._running[sequence.index] = sequence
@@ -545,7 +550,7 @@ class Coordinator:
         sampling = _new(SamplingRow, (start + 1, *sequence.draw))
         tokens = (sequence.tokens[start],)
         is_long = start >= self._longrope_after
-        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long, b"", None))
+        return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long, b"", None, -1))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
         """Take the pages that the sequence still needs for its first `end` tokens. They must be free."""
@@ -555,8 +560,9 @@ class Coordinator:
 
     def _issue_chunk(self, sequence: Sequence, num_tokens: int, overlap: int, new_pages: tuple[int, ...]) -> Chunk:
         start, end, known = sequence.issued, sequence.issued + num_tokens, sequence.known
-        if overlap:  # a page in the index is not written again
-            overlap = min(overlap, start - sequence.num_entered * self.pool.page_size)
+        if overlap:  # a page in the index is not written again, and a state gets each token once
+            repeatable = start - sequence.num_entered * self.pool.page_size
+            overlap = 0 if self.limits.num_slots else min(overlap, repeatable)
         sequence.issued = end
         if sequence.enters:
             self.prefixes.enter(sequence, decoded=False)
@@ -579,6 +585,7 @@ class Coordinator:
             long_factors=known > self._longrope_after,
             rules=sequence.first_rules() if start == sequence.num_found else b"",
             scored=sequence.scored(start, end),
+            slot=sequence.slot if start == sequence.num_found else -1,
         )
 
     def _why_idle(self, startable: _Startable) -> IdleReason:

@@ -87,6 +87,8 @@ class Chunk(NamedTuple):
         long_factors: the rotary embeddings use the long factors (longrope). See Limits.longrope_after.
         rules: DrawRules as bytes. They come with the first chunk of each epoch; empty if the request has none.
         scored: prompt tokens whose log probabilities are wanted; None if there are none.
+        slot: id of the sequence's state slot. It comes with the first chunk of each epoch; -1 with later chunks, and in
+            a model without states.
     """
 
     sequence: int
@@ -100,6 +102,7 @@ class Chunk(NamedTuple):
     long_factors: bool = False
     rules: bytes = b""
     scored: Scored | None = None
+    slot: int = -1
 
     @property
     def end(self) -> int:
@@ -121,7 +124,7 @@ class MicroBatch:
 
     Attributes:
         freed: indexes of sequences that ended or lost their pages. Before they run this microbatch, the stages drop the
-            lists of KV pages of these sequences.
+            lists of KV pages and the state slots of these sequences.
         issued_s: time of issue in seconds, on the coordinator's clock.
         head_on_first: the first stage computes the LM head. The last stage sends it the rows (vectors of tokens) after
             which a token is drawn. The text form does not show this.

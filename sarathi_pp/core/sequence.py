@@ -50,6 +50,7 @@ class Sequence:
         enters: it enters further pages when they are full.
         num_found: number of tokens of these pages.
         num_cached: number of prompt tokens that were found when it first began.
+        slot: id of its state slot (state_slots.py); -1 while it waits, and in a model without states.
     """
 
     __slots__ = (
@@ -74,6 +75,7 @@ class Sequence:
         "enters",
         "num_found",
         "num_cached",
+        "slot",
     )
 
     def __init__(self, request: Request, order: int) -> None:
@@ -105,6 +107,7 @@ class Sequence:
         self.enters = False
         self.num_found = 0
         self.num_cached = 0
+        self.slot = -1
 
     @property
     def known(self) -> int:
@@ -166,6 +169,7 @@ class Sequence:
         self.found = []
         self.entry = self.num_entered = self.num_found = 0
         self.enters = False
+        self.slot = -1
 
     def __repr__(self) -> str:
         cursors = f"{self.done}<={self.issued}<={self.known}"

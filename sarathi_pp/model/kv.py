@@ -75,6 +75,7 @@ class KVShard:
         self.num_kv_heads, self.head_dim, self.value_dim = paged.num_heads, paged.key_dim, paged.value_dim
         self.latent = paged.latent
         self.dtype = dtype
+        self.device = device
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._conv: dict[int, Tensor] = {}

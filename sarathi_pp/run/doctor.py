@@ -38,10 +38,11 @@ from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.entries import loaded_bytes, stored_bytes, weight_entries
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn, product_name
+from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
@@ -121,6 +122,7 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
             *looked_at,
             *(_dtype(one, device) for one in facts),
             *(_prefix_cache(one, device) for one in facts),
+            *(_states(one, device) for one in facts if one.has_states),
         )
     )
 
@@ -198,6 +200,8 @@ def _dtype(facts: ModelFacts, device: torch.device) -> Finding:
 
 def _prefix_cache(facts: ModelFacts, device: torch.device) -> Finding:
     """Return the finding about the KV pages that requests share by default."""
+    if facts.has_states:
+        return Finding("model", "prefix cache", "unused", f"off: {WHY_NO_PREFIX_CACHE}")
     dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
 
     def mode() -> str:
@@ -207,6 +211,13 @@ def _prefix_cache(facts: ModelFacts, device: torch.device) -> Finding:
         return "prompts: pages of prompts alone, since decodes may write other last bits"
 
     return _asked("model", "prefix cache", mode)
+
+
+def _states(facts: ModelFacts, device: torch.device) -> Finding:
+    """Return the finding about the states that layers keep for each sequence."""
+    dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
+    each = in_gib(state_bytes(facts.caches, dtype.itemsize))
+    return Finding("model", "states", "used", f"{each} for each of --max-num-seqs sequences, divided among the stages")
 
 
 def _needs(facts: ModelFacts, device: torch.device) -> Needs:

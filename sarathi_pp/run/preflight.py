@@ -28,7 +28,7 @@ from sarathi_pp.inputs.input_format import InputFormat
 from sarathi_pp.inputs.scan import names_grammars, scan_input
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards
+from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model, check_shards
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, why_slow
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
 from sarathi_pp.outputs.profile_file import read_profile
@@ -177,7 +177,10 @@ def preflight(options: BatchOptions) -> Preflight:
         warnings.append(
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
         )
-    return Preflight(config, model_dir, profile, facts, defaults, run_dir, facts.notes, tuple(warnings))
+    notes = list(facts.notes)
+    if facts.has_states and config.prefix_cache == "auto":
+        notes.append(f"the prefix cache is off: {WHY_NO_PREFIX_CACHE}")
+    return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(notes), tuple(warnings))
 
 
 def _check_order(options: BatchOptions) -> None:
@@ -374,6 +377,7 @@ def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | Non
         model_dir = find_model(config.model)
         facts = check_model(model_dir)
         check_shards(model_dir, config.tensor_parallel_size)
+        facts.prefix_cache(config.prefix_cache)  # raises for a model that has none
         return tuned(config, facts), model_dir, None, facts
     from sarathi_pp.stages.emulated_stage import emulated_facts, with_profile
 

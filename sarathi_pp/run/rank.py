@@ -25,6 +25,7 @@ from sarathi_pp.errors import MissingError, PeerLostError, SarathiError
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
+from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.run.collect_traces import gather
@@ -93,7 +94,7 @@ class Rank:
 
     @property
     def _limits(self) -> Limits:
-        return limits_of(self.run, self.checked.facts.longrope_after)
+        return limits_of(self.run, self.checked.facts)
 
     @contextmanager
     def driving(self, listener: RunListener) -> Iterator[Driver]:
@@ -326,12 +327,17 @@ class Rank:
             kv_cache_bytes: bytes of the KV cache on the rank that holds most; None if stages are emulated and hold
                 nothing.
             max_pages: number of KV pages for which every rank has room.
+            state_bytes_per_sequence: bytes of a sequence's states in all layers; left out if no layer keeps one.
         """
-        held = None
-        if self.checked.profile is None:
-            facts = self.checked.facts.sharded(self._member.mesh.shards)
-            held = kv_cache_bytes(self.run, facts, self._loaded.dtype)
-        return {"kv_cache_bytes": held, "max_pages": min(self._loaded.num_pages)}
+        checked, dtype, held = self.checked, self._loaded.dtype, None
+        if checked.profile is None:
+            held = kv_cache_bytes(self.run, checked.facts.sharded(self._member.mesh.shards), dtype)
+        states = state_bytes(checked.facts.caches, dtype.itemsize)
+        return {
+            "kv_cache_bytes": held,
+            "max_pages": min(self._loaded.num_pages),
+            **({"state_bytes_per_sequence": states} if states else {}),
+        }
 
 
 def set_up(member: Member, start: AgreedStart) -> Rank:

@@ -298,7 +298,8 @@ def make_stage(
         CapacityError: a host has no room for the KV pages of all its ranks.
     """
     maker, agreement = loaded.maker, member.agreement
-    pages = f"KV pages of {maker.page_size} tokens"
+    states = " and states" if member.checked.facts.has_states else ""
+    pages = f"KV pages of {maker.page_size} tokens{states}"
     with agreement.step(f"adding up {pages}") as step:
         step.own = Demand(maker.shard_bytes(run, loaded.layers), pools_of(start.device)).to_json()
     _require_room(member, step, pages, _FEWER_PAGES)
@@ -383,6 +384,7 @@ def open_pipeline(
         debug_nan=checked.config.debug_nan,
         shards=wires.shards,
         shard_group=shards,
+        keeps_states=facts.has_states,
     )
     upstream = over_link(wires.way_in, checked.profile, member.coordinate.stage, mesh.stages, clock)
     remotes = tuple(edges.open_byte_stream(rank) for rank in _other_leaders(member))

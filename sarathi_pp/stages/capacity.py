@@ -1,6 +1,9 @@
 """Count the KV pages that each stage can hold, and fill in the open options of a run from that count.
 
-This happens before any request runs. A stage's KV pages together are its KV shard: its part of the KV cache.
+This happens before any request runs. A stage's KV pages together are its KV shard: its part of the KV cache. If layers
+keep states, the shard has a state slot for each sequence that may run at once too, and these come first:
+
+    budget    [ states of max_num_seqs sequences | page | page | page | ... ]
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
 
@@ -61,12 +65,12 @@ class DeviceMemory:
 
 
 def pools_of(device: torch.device) -> tuple[MemoryPool, ...]:
-    """Return the memory pools from which a stage on this device takes its weights and its KV pages."""
+    """Return the memory pools from which a stage on this device takes its weights and its KV shard."""
     return DeviceMemory.of(device).pools
 
 
 def kv_budget_bytes(config: RunConfig, memory: DeviceMemory, sharers: Mapping[str, int], working_bytes: int = 0) -> int:
-    """Return the bytes that a stage may use for its KV pages, after its weights are loaded.
+    """Return the bytes that a stage may use for its KV shard, after its weights are loaded.
 
     Args:
         memory: the device's memory after all ranks have loaded their weights.
@@ -100,56 +104,85 @@ def make_shard(
     *,
     spare: bool = False,
 ) -> KVShard:
-    """Allocate the stage's KV pages.
+    """Allocate the stage's KV shard.
 
-    On a CPU, memory is taken only when pages are written, so allocating more than there is may not fail. So this
-    function compares the needed bytes with the free ones. On a GPU, allocating too much fails at once.
+    On a CPU, memory is taken only when pages and slots are written, so allocating more than there is may not fail. So
+    this function compares the needed bytes with the free ones. On a GPU, allocating too much fails at once.
 
     Args:
         layers: the stage's layers [first, end).
         spare: see KVShard.
 
     Raises:
-        CapacityError: there is no room for the pages.
+        CapacityError: there is no room for the shard.
     """
     needed, room = shard_bytes(run, facts, layers, dtype), room_bytes(device)
     try:
         if needed <= room or device.type != "cpu":
-            return KVShard(layers, run.num_pages, run.page_size, facts.caches, dtype, device, spare=spare)
+            slots = _num_slots(facts, run.max_num_seqs)
+            return KVShard(
+                layers, run.num_pages, run.page_size, facts.caches, dtype, device, num_slots=slots, spare=spare
+            )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+    states = f"the states of {run.max_num_seqs} sequences and " if facts.has_states else ""
     raise CapacityError(
-        f"layers [{layers[0]}, {layers[1]}) need {in_gib(needed)} for {run.num_pages} KV pages of {run.page_size} "
-        f"tokens, and {in_gib(room)} are available\n  try  --kv-cache-memory {max(room >> 20, 1)}MiB or less, more "
-        f"--stages, or a smaller --max-num-seqs or --max-model-len"
+        f"layers [{layers[0]}, {layers[1]}) need {in_gib(needed)} for {states}{run.num_pages} KV pages of "
+        f"{run.page_size} tokens, and {in_gib(room)} are available\n  try  --kv-cache-memory {max(room >> 20, 1)}MiB "
+        f"or less, more --stages, or a smaller --max-num-seqs or --max-model-len"
     )
 
 
 def count_pages(
-    budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], page_size: int, dtype: torch.dtype
+    budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], limits: Limits, dtype: torch.dtype
 ) -> int:
-    """Return the number of KV pages of the layers [first, end) that fit the budget.
+    """Return the number of KV pages of the layers [first, end) that fit the budget, next to their states.
+
+    Args:
+        limits: those of the run before pages are counted (`resolve_limits`). If no layer has pages, the result is
+            their number of pages, the most that a run can use.
 
     Raises:
-        CapacityError: not even one page fits.
+        CapacityError: the states do not fit, or not even one page fits.
     """
-    one = page_bytes(facts.caches[slice(*layers)], page_size, dtype)
+    caches, page_size = facts.caches[slice(*layers)], limits.page_size
+    one, states = page_bytes(caches, page_size, dtype), limits.num_slots * state_bytes(caches, dtype.itemsize)
+    if states and budget_bytes < one + states:
+        page = f" and {one} for one KV page of {page_size} tokens" if one else ""
+        raise CapacityError(
+            f"layers [{layers[0]}, {layers[1]}) need {states} bytes for the states of {limits.num_slots} "
+            f"sequences{page}, and {budget_bytes} are available.\n  try  a smaller --max-num-seqs, a larger "
+            f"--kv-cache-memory, or more --stages"
+        )
+    if not one:
+        return limits.num_pages
     if budget_bytes < one:
         raise CapacityError(
             f"layers [{layers[0]}, {layers[1]}) need {one} bytes for one KV page of {page_size} tokens, and "
             f"{budget_bytes} are available.\n  try  a larger --kv-cache-memory, more --stages, or a smaller --page-size"
         )
-    return budget_bytes // one
+    return (budget_bytes - states) // one
 
 
 def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype) -> int:
-    """Return the bytes of all KV pages of a stage with the layers [first, end)."""
-    return run.num_pages * page_bytes(facts.caches[slice(*layers)], run.page_size, dtype)
+    """Return the bytes of the KV shard of a stage with the layers [first, end): all its pages and states."""
+    states = stage_state_bytes(facts, layers, run.max_num_seqs, dtype)
+    return run.num_pages * page_bytes(facts.caches[slice(*layers)], run.page_size, dtype) + states
+
+
+def stage_state_bytes(facts: ModelFacts, layers: tuple[int, int], num_seqs: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the states that the layers [first, end) keep; 0 if they keep none.
+
+    Args:
+        num_seqs: number of sequences that may run at once.
+        dtype: float type of the computation.
+    """
+    return num_seqs * state_bytes(facts.caches[slice(*layers)], dtype.itemsize)
 
 
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
-    """Return the bytes of KV pages on the stage that needs most of them."""
+    """Return the bytes of the largest KV shard of a stage."""
     return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)
 
 
@@ -235,23 +268,26 @@ def resolve_limits(
         page_size=page_size,
         num_pages=num_pages,
         inflight=config.inflight or policy.inflight(num_stages),
-        prefix_cache=_prefix_cache(config, equal_decodes=equal_decodes),
+        prefix_cache=_prefix_cache(config, facts, equal_decodes=equal_decodes),
+        num_slots=_num_slots(facts, max_num_seqs),
     )
 
 
-def _prefix_cache(config: RunConfig, *, equal_decodes: bool) -> PrefixCacheMode:
+def _num_slots(facts: ModelFacts, max_num_seqs: int) -> int:
+    """Return the number of state slots: one for each sequence that may run at once, if layers keep states."""
+    return max_num_seqs if facts.has_states else 0
+
+
+def _prefix_cache(config: RunConfig, facts: ModelFacts, *, equal_decodes: bool) -> PrefixCacheMode:
     """Return the mode of the prefix cache. "auto" shares no page in which decodes may have written other bits."""
-    if config.prefix_cache != "auto":
-        return cast(PrefixCacheMode, config.prefix_cache)
+    asked = facts.prefix_cache(config.prefix_cache)
+    if asked != "auto":
+        return cast(PrefixCacheMode, asked)
     return "all" if equal_decodes else "prompts"
 
 
-def limits_of(run: ResolvedRun, longrope_after: int | None = None) -> Limits:
-    """Return the limits that scheduling needs, taken from a resolved run.
-
-    Args:
-        longrope_after: see Limits.
-    """
+def limits_of(run: ResolvedRun, facts: ModelFacts) -> Limits:
+    """Return the limits that scheduling needs, taken from a resolved run of the model with these facts."""
     return Limits(
         num_stages=run.num_stages,
         chunk_size=run.chunk_size,
@@ -260,7 +296,8 @@ def limits_of(run: ResolvedRun, longrope_after: int | None = None) -> Limits:
         page_size=run.page_size,
         num_pages=run.num_pages,
         inflight=run.inflight,
-        longrope_after=longrope_after,
+        longrope_after=facts.longrope_after,
         prefix_cache=run.prefix_cache,
         most_idle_pages=most_idle_pages(run.device, run.num_pages),
+        num_slots=_num_slots(facts, run.max_num_seqs),
     )

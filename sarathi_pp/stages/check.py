@@ -351,10 +351,10 @@ class _Stage:
             num_pages += needed
         facts = self._facts
         longrope_after = facts.longrope_after or facts.max_position_embeddings
-        kv = KVShard(self._layers, num_pages, _PAGE_SIZE, facts.caches, torch.float32, _CPU)
+        kv = KVShard(self._layers, num_pages, _PAGE_SIZE, facts.caches, torch.float32, _CPU, num_slots=len(prompts))
         for microbatch in _microbatches([len(prompt) for prompt in prompts]):
             spans = [
-                Span(first, end - first, tables[index], long_factors=len(prompts[index]) > longrope_after)
+                Span(first, end - first, tables[index], long_factors=len(prompts[index]) > longrope_after, slot=index)
                 for index, first, end in microbatch
             ]
             num_rows = sum(span.num_tokens for span in spans)

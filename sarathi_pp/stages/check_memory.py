@@ -15,7 +15,7 @@ import torch
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.checkpoint.weights import HeldTypes
-from sarathi_pp.model.layer_cache import token_values
+from sarathi_pp.model.layer_cache import state_bytes, token_values
 from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.process.host import memory_pools
@@ -100,15 +100,16 @@ class CheckMemory:
         return needed <= _ROOM * self.available_bytes
 
     def _working_bytes(self, layers: Layers, lengths: Sequence[int]) -> int:
-        """Return the bytes for the activations of a stage, those of each layer included, in the largest group."""
+        """Return the bytes for the activations and the KV cache of a stage, in the largest group."""
         facts, (first, end) = self.facts, layers
         row = (end - first + 1) * facts.hidden_size + token_values(facts.caches[first:end])
+        state = state_bytes(facts.caches[first:end], _FLOAT_BYTES) // _FLOAT_BYTES
         logits = facts.vocab_size if end == facts.num_layers else 0
         most = 0
         for group in split_groups(lengths):
             num_tokens, longest = sum(lengths[i] for i in group), max(lengths[i] for i in group)
             scores = _SCORES * facts.num_heads * longest**2
-            most = max(most, num_tokens * (row + logits) + longest * logits + scores)
+            most = max(most, num_tokens * (row + logits) + longest * logits + scores + len(group) * state)
         return _FLOAT_BYTES * most
 
     def _too_large(self, index: int, parts: tuple[int, int, int], lengths: Sequence[int]) -> CapacityError:

@@ -1,8 +1,9 @@
 """A stage that holds consecutive layers of a model, their KV pages, and for each sequence a table of its pages.
 
-The coordinator assigns pages. Microbatches bring the ids of new pages, which the stage appends to the tables:
+The coordinator assigns pages. Microbatches bring the ids of new pages, which the stage appends to the tables. If layers
+keep states, the first chunk of a sequence brings the id of its state slot, which the stage keeps next to the table:
 
-MicroBatch -> page tables -> StageInputs -> layers (through paged attention) -> hidden states or token ids
+MicroBatch -> page tables, slots -> StageInputs -> layers (through paged attention) -> hidden states or token ids
 """
 
 from __future__ import annotations
@@ -156,10 +157,10 @@ class ModelStages:
             raise self._no_working_memory(
                 layers, f"it takes {in_gib(self._working)}, which leaves no room for KV pages"
             )
-        return count_pages(budget, self._facts, layers, self.page_size, self._dtype)
+        return count_pages(budget, self._facts, layers, self._limits(), self._dtype)
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
-        """Return the bytes of the stage's KV pages on a CPU, where memory is taken only when a page is written.
+        """Return the bytes of the stage's KV shard on a CPU, where memory is taken only when a page is written.
 
         Return 0 on a GPU, where `make` takes the memory at once.
         """
@@ -188,6 +189,9 @@ class ModelStages:
 
     def _has_graphs(self) -> bool:
         if self._device.type != "cuda" or self._config.enforce_eager:
+            return False
+        if self._facts.has_states:
+            _log.info("no CUDA graphs: layers that keep states are not captured")
             return False
         if self._shard is not None and self._shard.size > 1:
             _log.info("no CUDA graphs: the sums of tensor shards between products are not captured")
@@ -237,7 +241,7 @@ class ModelStages:
         largest = LargestMicrobatch.of(parse_policy(self._config.policy), limits)
         assert self._loaded is not None, "load comes first"
         try:
-            kv = KVShard(layers, 1, self.page_size, facts.caches, self._dtype, device, spare=True)
+            kv = KVShard(layers, 1, self.page_size, facts.caches, self._dtype, device, num_slots=1, spare=True)
             computing = measure_working_bytes(
                 self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self._has_graphs()
             )
@@ -303,6 +307,7 @@ class ModelStage:
         self._debug_nan = debug_nan
         self.threads: tuple[int, int] | None = None
         self._tables: dict[int, array[int]] = {}
+        self._slots: dict[int, int] = {}  # by sequence; empty in a model without states
         self._waits = WaitCount()
         self._grammars = grammars
         self._drawer = Drawer(grammars)
@@ -420,8 +425,8 @@ class ModelStage:
         """Compute a microbatch of synthetic tokens. See `warming` for its form."""
         spans, rows = [], 0
         for end, count, prompt in microbatch:
-            # All sequences use the same pages, because the written values are not needed.
-            spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt))
+            # All sequences use the same pages and state slot, because the written values are not needed.
+            spans.append(Span(end - count, count, range(-(-end // self.kv.page_size)), prompt, slot=0))
             rows += count
         inputs = build_inputs(spans, (rows - 1,), self.kv.page_size, self.device)
         return self.model.forward(self._synthetic_ids(rows), inputs, self.kv)
@@ -440,14 +445,16 @@ class ModelStage:
         return torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=self.device)
 
     def _spans(self, microbatch: MicroBatch) -> tuple[list[Span], array[int]]:
-        """Update the page tables. Return a Span for each chunk, with the table of its sequence, and all token ids.
+        """Update the page tables and the slots. Return a Span for each chunk, and all token ids.
 
         Raises:
-            ProtocolError: the microbatch has the id of a page that this stage does not have.
+            ProtocolError: the microbatch has the id of a page or a state slot that this stage does not have, or a
+                sequence has no state slot.
         """
         tables, num_pages = self._tables, self.kv.num_pages
         for sequence in microbatch.freed:
             tables.pop(sequence, None)
+        slots = self._update_slots(microbatch) if self.kv.num_slots else {}
         spans, ids = [], array("q")
         for sequence, _, start, num_tokens, decode, token_ids, new_pages, _, long_factors, *_ in microbatch.chunks:
             table = tables.get(sequence)
@@ -459,9 +466,24 @@ class ModelStage:
                         f"{microbatch} brings the KV pages {new_pages}; this stage has the pages 0 to {num_pages - 1}"
                     )
                 table.extend(new_pages)
-            spans.append(Span(start, num_tokens, table, not decode, long_factors))
+            spans.append(Span(start, num_tokens, table, not decode, long_factors, slots.get(sequence, -1)))
             ids.extend(token_ids)
         return spans, ids
+
+    def _update_slots(self, microbatch: MicroBatch) -> dict[int, int]:
+        """Update the state slots of the sequences, and return them."""
+        slots, num_slots = self._slots, self.kv.num_slots
+        for sequence in microbatch.freed:
+            slots.pop(sequence, None)
+        for chunk in microbatch.chunks:
+            if chunk.slot >= 0:
+                slots[chunk.sequence] = chunk.slot
+            if not 0 <= slots.get(chunk.sequence, -1) < num_slots:
+                raise ProtocolError(
+                    f"{microbatch}: {chunk} has the state slot {slots.get(chunk.sequence)}; this stage has the slots "
+                    f"0 to {num_slots - 1}"
+                )
+        return slots
 
 
 def warming(num_tokens: int, num_keys: int, *, on_device: bool) -> list[list[tuple[int, int, bool]]]:

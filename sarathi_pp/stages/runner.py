@@ -71,6 +71,7 @@ class StageRunner:
         debug_nan: check every output and report the first stage with NaN or infinity.
         shards: edges to the other ranks of this stage; empty without tensor parallelism.
         shard_group: adds up partial results over the ranks of this stage; None if this rank holds the stage alone.
+        keeps_states: layers of the stage may keep states. A second attempt would apply its tokens to them twice.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class StageRunner:
         debug_nan: bool = False,
         shards: Sequence[Sender[Tensor]] = (),
         shard_group: ShardGroup | None = None,
+        keeps_states: bool = False,
     ) -> None:
         self._stage = stage
         self._index = index
         self._name = name or f"stage {index} (rank {index})"
         self._shards = shards
         self._shard_group = shard_group
+        self._keeps_states = keeps_states
         self._debug_nan = debug_nan
         self._downstream = downstream
         self._recorder = recorder
@@ -220,7 +223,8 @@ class StageRunner:
         """Compute a microbatch. If memory runs out, free unused memory and try once more.
 
         The second attempt writes the same keys and values to the same places. With tensor parallelism there is none,
-        since the other ranks of the stage would not know about it.
+        since the other ranks of the stage would not know about it. Nor is there one if layers keep states: the first
+        attempt may have changed them.
 
         Returns:
             The output, and True if it took a second attempt. The coordinator then issues smaller microbatches.
@@ -233,7 +237,7 @@ class StageRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if self._shard_group is not None:
+            if self._shard_group is not None or self._keeps_states:
                 raise self._no_memory(microbatch, "", error) from error
         # Not inside the except block: there, the traceback still holds the tensors of the failed attempt.
         give_back()

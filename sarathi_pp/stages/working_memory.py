@@ -8,7 +8,8 @@ possible draw a token (x), because each of them needs a row of logits:
     sequences    d  d  d  d  [ prompt ......... ]  [ prompt ... ]
     drawn        x  x  x  x   x
 
-All tokens are synthetic and share one KV page, so the measurement takes almost no memory for keys and values.
+All tokens are synthetic and share one KV page and one state slot, so the measurement takes almost no memory for the KV
+cache.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ class LargestMicrobatch:
     def spans(self, page_size: int) -> list[Span]:
         """Return the sequences of the microbatch: decodes, and prompt chunks of at most max_model_len tokens.
 
-        All share page 0. The prompt chunks and the first decode end at the longest context. The other decodes have no
-        context, because one decode with the longest context takes as much memory as several.
+        All share page 0 and state slot 0. The prompt chunks and the first decode end at the longest context. The other
+        decodes have no context, because one decode with the longest context takes as much memory as several.
         """
         end = self.max_model_len
         table = array("q", [0]) * -(-end // page_size)
-        decodes = [Span(end - 1, 1, table), *[Span(0, 1, table)] * (self.num_rows - 2)][: self.num_rows - 1]
+        decodes = [Span(end - 1, 1, table, slot=0), *[Span(0, 1, table, slot=0)] * (self.num_rows - 2)]
+        decodes = decodes[: self.num_rows - 1]
         left = self.num_tokens - len(decodes)
         counts = [end] * (left // end) + [left % end] * (left % end > 0)
-        return [*decodes, *(Span(end - count, count, table, prompt=True) for count in counts)]
+        return [*decodes, *(Span(end - count, count, table, prompt=True, slot=0) for count in counts)]
 
 
 def smaller_options(policy: PolicySpec, limits: Limits) -> str:
@@ -100,13 +102,14 @@ def measure_working_bytes(
     memory of the CUDA graphs is added to it.
 
     Args:
-        kv: KV pages of the stage: at least one page, and a spare one if `graphed`.
+        kv: KV pages and states of the stage: at least one page, a state slot if it keeps states, and a spare page if
+            `graphed`.
         graphed: the stage has CUDA graphs.
 
     Raises:
         torch.OutOfMemoryError: the device has less memory.
     """
-    device = kv.keys(kv.layers[0]).device
+    device = kv.device
     with _measured(device) as computing:
         _compute(model, kv, largest, hidden_size, device)
     if not graphed:
@@ -206,7 +209,7 @@ def _score(model: StageModel, kv: KVShard, x: torch.Tensor, largest: LargestMicr
     Args:
         x: the stage's input for one token.
     """
-    inputs = build_inputs([Span(0, 1, array("q", [0]))], (0,), kv.page_size, x.device)
+    inputs = build_inputs([Span(0, 1, array("q", [0]), slot=0)], (0,), kv.page_size, x.device)
     row = model.forward_rows(x, inputs, kv)
     rows = row.new_zeros(largest.num_tokens + largest.num_rows, row.shape[1])
     count = min(SLICE_ROWS, largest.num_tokens)

@@ -21,7 +21,7 @@ from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.run.auto_options import estimated_cost, tuned
-from sarathi_pp.stages.capacity import DeviceMemory
+from sarathi_pp.stages.capacity import DeviceMemory, stage_state_bytes
 from sarathi_pp.tuning.fitting import Rooms
 from sarathi_pp.tuning.hardware import Device, local_memories
 from sarathi_pp.tuning.model_memory import ModelMemory, PlannedModel
@@ -68,10 +68,15 @@ def measured_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Dev
     tuned(config, model.facts)  # refuses the profile of another model
     profile = read_profile(config.profile)
     device = "cuda" if devices else profile.device
-    kv_bytes = profile.pages * max(stage.page_bytes for stage in profile.cost.stages)
-    most = max(partition(model.facts.num_layers, len(profile.cost.stages)), key=lambda layers: layers[1] - layers[0])
-    # A profile that was written manually may lack the size of a page.
-    kv_bytes = kv_bytes or profile.pages * ModelMemory.of(model, config, device, 1).page_bytes(most)
+    memory, stages = ModelMemory.of(model, config, device, 1), profile.cost.stages
+    most = max(partition(model.facts.num_layers, len(stages)), key=lambda layers: layers[1] - layers[0])
+    sizes = [(stage.layers, stage.page_bytes) for stage in stages]
+    if not any(size for _, size in sizes):  # a profile that was written manually may lack the size of a page
+        sizes = [(most, memory.page_bytes(most))]
+    kv_bytes = max(
+        profile.pages * size + stage_state_bytes(memory.rank_facts, layers, profile.max_num_seqs, memory.dtype)
+        for layers, size in sizes
+    )
     rooms = Rooms(config, _memories(config, devices), kv_bytes)
     return Basis("profile", profile, device, lambda layers: repartition(profile.cost, layers), rooms, devices)
 

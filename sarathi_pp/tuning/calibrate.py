@@ -110,7 +110,7 @@ def _answer(rank: Rank, display: Display) -> None:
 
 
 def _rows(run: ResolvedRun, facts: ModelFacts) -> list[Row]:
-    timetable = make_timetable(limits_of(run), run.seed)
+    timetable = make_timetable(limits_of(run, facts), run.seed)
     draw, now_s = random.Random(run.seed), SystemClock().now()
     rows = []
     for index, (prompt, output) in enumerate(zip(timetable.prompts, timetable.outputs, strict=True)):
@@ -128,7 +128,7 @@ def _write_profile(run: ResolvedRun, facts: ModelFacts, traces: Sequence[Path], 
         OutputError: the profile cannot be written.
     """
     dtype: torch.dtype = getattr(torch, run.dtype)
-    warm_up = make_timetable(limits_of(run), run.seed).warm_up
+    warm_up = make_timetable(limits_of(run, facts), run.seed).warm_up
     measurement = measure([list(read_trace(trace)) for trace in traces], warm_up, facts.hidden_size * dtype.itemsize)
     profile = _profile(run, facts, measurement, dtype)
     write_profile(output, profile)

@@ -3,6 +3,7 @@
 weights     stage_bytes, from the headers of the weight files, or from config.json if they are missing
 working     estimate_working_bytes, for the largest microbatch; a run on a GPU measures it
 KV pages    page_bytes
+states      stage_state_bytes, for all sequences that may run at once
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import RunConfig
-from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import MissingError
 from sarathi_pp.model.checkpoint.fetch import find_config
 from sarathi_pp.model.checkpoint.files import Checkpoint, indexed_files, open_checkpoint
@@ -27,7 +28,7 @@ from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
-from sarathi_pp.stages.capacity import resolve_limits
+from sarathi_pp.stages.capacity import resolve_limits, stage_state_bytes
 from sarathi_pp.stages.working_memory import LargestMicrobatch, edge_bytes, estimate_working_bytes
 
 # Tokens per page: the default of every attention backend except flash and varlen.
@@ -209,14 +210,22 @@ class ModelMemory:
     def page_bytes(self, layers: Span) -> int:
         return page_bytes(self.rank_facts.caches[slice(*layers)], self.page_size, self.dtype)
 
-    def least_kv_bytes(self, layers: Span) -> int:
+    def state_bytes(self, layers: Span) -> int:
+        """Return the bytes of the states of all sequences that may run at once; 0 if no layer keeps one."""
+        return stage_state_bytes(self.rank_facts, layers, self._num_seqs, self.dtype)
+
+    def request_bytes(self, layers: Span) -> int:
         """Return the bytes of the KV pages that one request of the longest length needs."""
         return -(-self.longest // self.page_size) * self.page_bytes(layers)
+
+    def least_kv_bytes(self, layers: Span) -> int:
+        """Return the bytes of the smallest KV shard: pages for one request of the longest length, and all states."""
+        return self.request_bytes(layers) + self.state_bytes(layers)
 
     def least_bytes(self, layers: Span, chunk_size: int) -> int:
         """Return the least memory with which a rank of this stage can run.
 
-        It includes KV pages for one longest request, or the KV cache that the options set if that is larger.
+        It includes the smallest KV shard, or the KV cache that the options set if that is larger.
         """
         kv_bytes = max(self.least_kv_bytes(layers), self.config.kv_cache_memory_bytes or 0)
         return self.weights.num_bytes(layers) + self.working_bytes(layers, chunk_size) + kv_bytes
@@ -232,7 +241,7 @@ class ModelMemory:
         needed, least_kv = self.least_bytes(layers, chunk_size), self.least_kv_bytes(layers)
         given = self.config.kv_cache_memory_bytes
         if given is None:
-            return needed + (num_requests - 1) * least_kv - room_bytes
+            return needed + (num_requests - 1) * self.request_bytes(layers) - room_bytes
         return max(needed - room_bytes, least_kv - given)
 
     def working_bytes(self, layers: Span, chunk_size: int) -> int:
@@ -244,14 +253,22 @@ class ModelMemory:
         ends = end == self.num_layers
         return (working.lm_head if ends else working.layers) + ((first > 0) + (not ends)) * working.edge
 
+    @cached_property
+    def _num_seqs(self) -> int:
+        return self.limits(self.config.chunk_size).max_num_seqs
+
+    def limits(self, chunk_size: int | None) -> Limits:
+        """Return the limits of the run before pages are counted. See `resolve_limits`."""
+        config = replace(self.config, chunk_size=chunk_size)
+        return resolve_limits(config, self.model.facts, config.stages, (), self.page_size)
+
     def _estimate(self, chunk_size: int) -> Working:
         config, facts = self.config, self.model.facts
-        shards = config.tensor_parallel_size
-        limits = resolve_limits(replace(config, chunk_size=chunk_size), facts, config.stages, (), self.page_size)
+        shards, limits = config.tensor_parallel_size, self.limits(chunk_size)
         largest = LargestMicrobatch.of(parse_policy(config.policy), limits)
         mlp = read_mlp(self.model.directory, facts)
         mlp = replace(mlp, width=-(-mlp.width // shards))
-        graphed = self.device == "cuda" and not config.enforce_eager and shards == 1
+        graphed = self.device == "cuda" and not config.enforce_eager and shards == 1 and not facts.has_states
         without, with_head = (
             estimate_working_bytes(
                 self.rank_facts, mlp, largest, self.dtype.itemsize, has_lm_head=has_lm_head, graphed=graphed

@@ -15,6 +15,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import check_shards
+from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.run.auto_options import profile_mismatch
 from sarathi_pp.sim.workload import Workload
@@ -132,6 +133,7 @@ class _Document:
             "page_size": run.page_size,
             "pages": run.num_pages,
             "longest_request_tokens": self.memory.longest,
+            "state_bytes_per_sequence": state_bytes(self.memory.rank_facts.caches, self.memory.dtype.itemsize),
             "floor": self._floor(),
             "per_stage": [self._stage(stage) for stage in range(run.num_stages)],
             **prediction,
@@ -152,6 +154,7 @@ class _Document:
             "pages": candidate.pages[stage],
             "kv_bytes": memory.kv[stage],
             "least_kv_bytes": memory.least_kv[stage],
+            "state_bytes": memory.states[stage],
             "total_bytes": total,
             "room_bytes": room,
             "free_bytes": None if room is None else room - total,
@@ -165,7 +168,9 @@ class _Document:
             worst = max(range(run.num_stages), key=memory.short.__getitem__)
             short = in_gib(memory.short[worst])
             if memory.rooms is None or memory.totals[worst] <= memory.rooms[worst]:
-                return f"does not fit: the KV cache lacks {short} for a request of {self.memory.longest:,} tokens"
+                states = f"the states of {run.max_num_seqs} sequences and " if memory.states[worst] else ""
+                tokens = f"{self.memory.longest:,} tokens"
+                return f"does not fit: the KV cache lacks {short} for {states}a request of {tokens}"
             if self.planner.basis.rooms.separate() is None:
                 return f"does not fit: all stages together lack {short} on this host"
             return f"does not fit: stage {worst} lacks {short}"
@@ -209,8 +214,9 @@ class _Document:
     def _remedies(self) -> Iterator[Remedy]:
         """Yield changes of one option, or of the hardware, with which the model would fit."""
         stages, page_size = self.candidate.memory, self.memory.page_size
-        budgets = zip(self.candidate.run.layers, stages.budgets, strict=True)
-        most = min(budget // self.memory.page_bytes(layers) * page_size for layers, budget in budgets)
+        sizes = map(self.memory.page_bytes, self.candidate.run.layers)
+        budgets = zip(stages.budgets, stages.states, sizes, strict=True)
+        most = min(((budget - states) // size * page_size for budget, states, size in budgets if size), default=0)
         if self.config.max_model_len is not None and most >= self.planner.workload.max_tokens:
             yield Remedy(("--max-model-len", str(most)), "with these stages")
         if stages.rooms is not None:
@@ -221,8 +227,22 @@ class _Document:
                 yield Remedy(("--kv-cache-memory", f"{least_mib}MiB"), "or more")
             elif least_mib <= most_mib < min(stages.budgets) >> 20:
                 yield Remedy(("--kv-cache-memory", f"{most_mib}MiB"), "or less")
+        yield from self._fewer_sequences()
         if self.config.layer_split is None:
             yield from find_remedies(self.memory, self.planner.basis.rooms, self.candidate.chunk_size)
+
+    def _fewer_sequences(self) -> Iterator[Remedy]:
+        """Yield the most sequences with whose states the model fits, if it fits with fewer of them."""
+        stages, now = self.candidate.memory, self.candidate.run.max_num_seqs
+        pages = [least - states for least, states in zip(stages.least_kv, stages.states, strict=True)]
+        room = stages.budgets
+        if stages.rooms is not None:
+            parts = zip(room, stages.rooms, stages.weights, stages.working, strict=True)
+            room = [min(budget, each - weights - working) for budget, each, weights, working in parts]
+        left = [one - needed for one, needed in zip(room, pages, strict=True)]
+        most = min((one * now // states for one, states in zip(left, stages.states, strict=True) if states), default=0)
+        if min(left) >= 0 and 1 <= most < now:
+            yield Remedy(("--max-num-seqs", str(most)), "with these stages")
 
     def _notes(self) -> Iterator[str]:
         config, basis, model = self.config, self.planner.basis, self.memory.model
@@ -241,7 +261,8 @@ class _Document:
         Shared pages leave room for more requests at once. Then seats are the limit, and not pages.
         """
         run, workload = self.candidate.run, self.planner.workload
-        if not self.candidate.fits or not workload.shares_prefixes or run.max_num_seqs >= workload.num_requests:
+        shares = workload.shares_prefixes and run.prefix_cache != "off"
+        if not self.candidate.fits or not shares or run.max_num_seqs >= workload.num_requests:
             return
         more = replace(self.candidate, run=replace(run, max_num_seqs=2 * run.max_num_seqs))
         before, after = (self.planner.predict(one).total_tokens_per_s for one in (self.candidate, more))

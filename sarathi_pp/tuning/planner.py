@@ -37,9 +37,10 @@ class StageMemory:
     """The memory that one rank of each stage takes, in bytes and in the order of the stages.
 
     Attributes:
-        least_kv: KV pages of one request of the longest length.
-        kv: KV pages of the run.
-        budgets: bytes that are left for KV pages.
+        least_kv: KV pages of one request of the longest length, and the states of all sequences.
+        kv: KV pages and states of the run.
+        states: states of all sequences, which are a part of `kv`.
+        budgets: bytes that are left for KV pages and states.
         rooms: bytes that the rank may take; None if the memory of the devices is unknown.
     """
 
@@ -47,6 +48,7 @@ class StageMemory:
     working: list[int]
     least_kv: list[int]
     kv: list[int]
+    states: list[int]
     budgets: list[int]
     rooms: list[int] | None
 
@@ -150,12 +152,13 @@ class Planner:
         budgets = basis.rooms.kv_budgets(weights, working)
         # A stage without room is counted with the pages of one request. The total then shows what it lacks.
         pages = [
-            count_pages(max(pair), memory.rank_facts, stage, memory.page_size, memory.dtype)
+            count_pages(max(pair), memory.rank_facts, stage, memory.limits(chunk_size), memory.dtype)
             for stage, *pair in zip(layers, budgets, least_kv, strict=True)
         ]
         run = self._resolve(chunk_size, layers, pages, moves=moves)
         kv = [shard_bytes(run, memory.rank_facts, stage, memory.dtype) for stage in layers]
-        stages = StageMemory(weights, working, least_kv, kv, budgets, rooms=None)
+        states = [memory.state_bytes(stage) for stage in layers]
+        stages = StageMemory(weights, working, least_kv, kv, states, budgets, rooms=None)
         stages = replace(stages, rooms=basis.rooms.rooms(stages.totals))
         profile = replace(basis.profile, cost=basis.cost_of(layers), pages=run.num_pages, max_num_seqs=run.max_num_seqs)
         times = [profile.cost.seconds(stage, load) for stage in range(run.num_stages)]

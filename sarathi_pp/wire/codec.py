@@ -36,15 +36,15 @@ from sarathi_pp.errors import ProtocolError
 from sarathi_pp.sampling_params import MOST_LOGPROBS
 
 MAGIC = b"SPPW"
-VERSION = 12
+VERSION = 13
 ALIGNMENT = 64
 
 _HEAD = struct.Struct("<4sHHQIQ")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
 # The legal flags of a chunk. Bit 0: it is a decode. Bit 1: a token is drawn after it. Bit 2: its rotary embeddings use
-# the long factors. Bit 3: it brings rules. Bit 4: it has scored tokens.
-_FLAGS = frozenset(range(32))
+# the long factors. Bit 3: it brings rules. Bit 4: it has scored tokens. Bit 5: it brings a state slot.
+_FLAGS = frozenset(range(64))
 _WORD_BYTES = 8
 _FAILURES = {int(failure): failure for failure in Failure}  # calling the class takes longer
 _TRAILER = struct.Struct("<Q")
@@ -324,8 +324,10 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
 
     integers   index | short | head on first | chunks | freed | bad | sequence, stage of each bad one | sequence ... |
                epoch ... | start ... | num_tokens ... | flags ... | number of token ids ... | number of new pages ... |
-               freed ids | all token ids | all new pages | position ... | top_k ... | seed ... | scored | rules
+               freed ids | all token ids | all new pages | position ... | top_k ... | seed ... | scored | slots |
+               rules
     scored     of the chunks with scored tokens: first ... | stop ... | number of top tokens ... | following ...
+    slots      state slot of each chunk that brings one
     rules      for each chunk that brings rules: number of bytes, then the bytes in words of 8
     reals      issued_s | stages | microbatch, seconds per stage | temperature ... | top_p ... | min_p ...
     """
@@ -335,15 +337,16 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
     integers = [m.index, int(frame.short), int(m.head_on_first), len(m.chunks), len(m.freed), len(frame.bad), *bad]
     if not m.chunks:
         return [*integers, *m.freed], reals
-    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored = zip(
-        *m.chunks, strict=True
+    columns = zip(*m.chunks, strict=True)
+    sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored, slots = (
+        columns
     )
     flags = [decode | (row is not None) << 1 for decode, row in zip(decodes, sampling, strict=True)]
-    is_rare = any(are_long) or any(rules) or any(scored)
+    is_rare = any(are_long) or any(rules) or any(scored) or slots.count(-1) < len(slots)
     if is_rare:  # most microbatches have only the flags above
         flags = [
-            flag | is_long << 2 | (text != b"") << 3 | (wanted is not None) << 4
-            for flag, is_long, text, wanted in zip(flags, are_long, rules, scored, strict=True)
+            flag | is_long << 2 | (text != b"") << 3 | (wanted is not None) << 4 | (slot >= 0) << 5
+            for flag, is_long, text, wanted, slot in zip(flags, are_long, rules, scored, slots, strict=True)
         ]
     integers += (*sequences, *epochs, *starts, *num_tokens, *flags)
     integers += map(len, token_ids)
@@ -358,6 +361,7 @@ def _flatten_microbatch(frame: MicroBatchFrame) -> Numbers:
         reals += (*temperatures, *top_ps, *min_ps)
     if is_rare:
         integers += chain.from_iterable(zip(*(one for one in scored if one is not None), strict=True))
+        integers += [slot for slot in slots if slot >= 0]
         for text in rules:
             if text:
                 integers += (len(text), *_words(text))
@@ -390,8 +394,7 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     drawn = [flag & 2 > 0 for flag in flags]
     num_rows = sum(drawn)
     num_times = 2 * reals[1]
-    scored, rules_at = _cut_scored(integers, at + 3 * num_rows, flags)
-    rules, end = _cut_rules(integers, rules_at, flags)
+    scored, slots, rules, end = _cut_rare(integers, at + 3 * num_rows, flags)
     if not num_times >= 0 or len(integers) != end or len(reals) != 2 + num_times + 3 * num_rows:
         raise ValueError(
             f"{len(integers)} integers and {len(reals)} reals; expected {end} and {2 + num_times + 3 * num_rows}"
@@ -404,8 +407,8 @@ def _restore_microbatch(integers: Sequence[int], reals: Sequence[float]) -> Micr
     sampling = [next(rows) if draws else None for draws in drawn]
     decodes = [flag & 1 > 0 for flag in flags]
     are_long = [flag & 4 > 0 for flag in flags] if max(flags, default=0) > 3 else [False] * num_chunks
-    columns = sequences, epochs, starts, num_tokens, decodes, token_ids, new_pages, sampling, are_long, rules, scored
-    chunk_fields = zip(*columns, strict=True)
+    schedule = sequences, epochs, starts, num_tokens, decodes
+    chunk_fields = zip(*schedule, token_ids, new_pages, sampling, are_long, rules, scored, slots, strict=True)
     chunks = tuple(map(Chunk._make, chunk_fields))
     microbatch = MicroBatch(index, chunks, tuple(freed), reals[0], _flag(head_on_first))
     return MicroBatchFrame(microbatch, _stage_times(reals[2:first]), bad, _flag(short))
@@ -434,14 +437,28 @@ def _words(text: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{count}q", text.ljust(count * _WORD_BYTES, b"\0"))
 
 
+def _cut_rare(
+    integers: Sequence[int], start: int, flags: Sequence[int]
+) -> tuple[list[Scored | None], list[int], list[bytes], int]:
+    """Return the scored tokens, the state slot and the rules of each chunk, and the index after the last ones.
+
+    Args:
+        start: index of the first of these integers.
+        flags: flags of each chunk.
+    """
+    if max(flags, default=0) < 8:  # most microbatches have none of them
+        return [None] * len(flags), [-1] * len(flags), [b""] * len(flags), start
+    scored, slots_at = _cut_scored(integers, start, flags)
+    slots, rules_at = _cut_slots(integers, slots_at, flags)
+    return scored, slots, *_cut_rules(integers, rules_at, flags)
+
+
 def _cut_scored(integers: Sequence[int], start: int, flags: Sequence[int]) -> tuple[list[Scored | None], int]:
     """Return each chunk's scored tokens, which begin at the index `start`, and the index after the last ones.
 
     Args:
         flags: flags of each chunk.
     """
-    if max(flags, default=0) < 16:  # most microbatches score no token
-        return [None] * len(flags), start
     count = sum([flag & 16 > 0 for flag in flags])
     found = map(Scored._make, zip(*_columns(integers, start, 4, count), strict=True))
     try:
@@ -450,14 +467,26 @@ def _cut_scored(integers: Sequence[int], start: int, flags: Sequence[int]) -> tu
         raise ValueError(f"{count} scored chunks in {len(integers) - start} integers") from None
 
 
+def _cut_slots(integers: Sequence[int], start: int, flags: Sequence[int]) -> tuple[list[int], int]:
+    """Return the state slot of each chunk, -1 for none, from the index `start`, and the index after the last one.
+
+    Args:
+        flags: flags of each chunk.
+    """
+    bring = [flag & 32 > 0 for flag in flags]
+    found = integers[start : start + sum(bring)]
+    if len(found) < sum(bring) or min(found, default=0) < 0:
+        raise ValueError(f"state slots {tuple(found)} for {sum(bring)} chunks")
+    each = iter(found)
+    return [next(each) if brings else -1 for brings in bring], start + len(found)
+
+
 def _cut_rules(integers: Sequence[int], start: int, flags: Sequence[int]) -> tuple[list[bytes], int]:
     """Return the rules of each chunk, which begin at the index `start`, and the index after the last one.
 
     Args:
         flags: flags of each chunk.
     """
-    if max(flags, default=0) < 8:  # most microbatches bring no rules
-        return [b""] * len(flags), start
     found = []
     for flag in flags:
         if not flag & 8:
@@ -513,7 +542,7 @@ def max_frame_bytes(*, max_tokens: int, max_seqs: int, page_size: int, num_stage
     pages = -(-max_tokens // page_size) + chunks + MOST_SHARED_PAGES * shares_pages
     # A sequence is freed at most twice between two microbatches: once preempted, once finished.
     rules = 2 * chunks + MOST_MICROBATCH_BYTES // _WORD_BYTES
-    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 7 * chunks + rules
+    integers = 6 + 2 * chunks + 7 * chunks + 2 * max_seqs + max_tokens + pages + 8 * chunks + rules
     reals = 2 + 2 * num_stages + 3 * chunks
     # Log probabilities are of one token per chunk, and of the prompt's tokens.
     result_integers = 3 + 6 * chunks + 5 * chunks + MOST_LOGPROBS * (chunks + max_tokens)

@@ -16,7 +16,9 @@ import torch
 
 from sarathi_pp import LLM, SamplingParams
 from sarathi_pp.errors import CapacityError, ConfigError, MissingError
+from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.report.run_reader import read_run
+from sarathi_pp.run import rank
 from sarathi_pp.text.tokenizer import Tokenizer
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")
@@ -132,6 +134,25 @@ def test_an_llm_that_fails_when_its_stages_are_up_leaves_none_behind(monkeypatch
     monkeypatch.undo()
     with LLM(ADDER, stages=2) as llm:
         assert llm.generate("40+2=")[0].outputs[0].text == "42"
+
+
+def test_a_model_that_keeps_states_answers_without_a_prefix_cache(tmp_path, monkeypatch):
+    """The tiny model keeps no states, but gets slots here like one that does."""
+    monkeypatch.setattr(ModelFacts, "has_states", property(lambda facts: True))
+    monkeypatch.setattr(rank, "state_bytes", lambda caches, item_bytes: 77)
+    with pytest.raises(ConfigError, match=r"^prefix_cache is all; some layers keep one .* Give prefix_cache='off'"):
+        with monkeypatch.context() as early:
+            early.delattr(LLM, "_set_up")  # it is refused before anything is loaded
+            LLM(ADDER, prefix_cache="all")
+    with LLM(ADDER, max_num_seqs=2, run_dir=tmp_path / "run") as llm:
+        answers = llm.generate(["1+2=", "40+2=", "3+4="])
+        assert llm._rank._pipeline.runner._keeps_states
+        closed = llm.close()
+    assert [answer.outputs[0].text for answer in answers] == ["3", "42", "7"]
+    report, run = read_run(tmp_path / "run").report, json.loads((tmp_path / "run" / "run.json").read_text())
+    assert report["prefix_cache"] is None and run["prefix_cache"] == "off"
+    assert closed is not None
+    assert [known["state_bytes_per_sequence"] for known in (report, closed, run)] == [77] * 3
 
 
 def test_a_refused_start_leaves_no_thread_and_no_folder(tmp_path, monkeypatch):

@@ -195,7 +195,8 @@ def run_pipeline(
     inflight = inflight or stages
     clock = SystemClock()
     sizes = stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight
-    limits = Limits(*sizes, facts.longrope_after, prefix_cache)
+    num_slots = max_num_seqs if facts.has_states else 0
+    limits = Limits(*sizes, facts.longrope_after, prefix_cache, num_slots=num_slots)
     recorders = [ListRecorder() for _ in range(stages)]
     moves_head = moves_head and stages > 1 and not two_shards
     facts = facts.sharded(2 if two_shards else 1)
@@ -204,14 +205,21 @@ def run_pipeline(
     headers = [QueueChannel(clock, inflight + 1) for _ in chains[1:]]  # from the leader to its other shards
     runners = {}
     for (shard, chain), index in product(enumerate(chains), range(stages)):
-        kv = KVShard(chain[index].layers, num_pages, page_size, facts.caches, dtype, CPU)
+        kv = KVShard(chain[index].layers, num_pages, page_size, facts.caches, dtype, CPU, num_slots=num_slots)
         head = head_of(directory, dtype) if moves_head and index == 0 else None
         grammars = GrammarThread(TokenizerFiles(directory))
         stage = ModelStage(chain[index], kv, facts.hidden_size, dtype, CPU, head, grammars=grammars)
         way_out = NoSender() if shard and index == stages - 1 else edges[shard][index]
         recorder, others = ListRecorder() if shard else recorders[index], () if shard or index else headers
         runners[shard, index] = StageRunner(
-            stage, way_out, recorder, clock, new_timer(clock), shards=others, shard_group=groups[index][shard]
+            stage,
+            way_out,
+            recorder,
+            clock,
+            new_timer(clock),
+            shards=others,
+            shard_group=groups[index][shard],
+            keeps_states=facts.has_states,
         )
     errors: list[BaseException] = []
 
@@ -256,7 +264,7 @@ def run_pipeline(
         assert not thread.is_alive(), f"{thread.name} did not end with the goodbye"
     assert not errors and not sink.errors, (errors, sink.errors)
     coordinator = engine._coordinator
-    assert coordinator.pool.num_free == num_pages
+    assert coordinator.pool.num_free == num_pages and coordinator._slots.num_free == num_slots
     ordered = [sink.completions[index] for index in range(len(prompts))]
     return Outcome(
         [completion.token_ids for completion in ordered],

@@ -113,6 +113,17 @@ def test_a_rank_that_shares_its_stage_makes_no_second_attempt_and_is_not_busy_af
     assert progress.heartbeat() == Heartbeat(0, False)
 
 
+def test_a_stage_that_keeps_states_makes_no_second_attempt():
+    """The first attempt may have applied the tokens to some of them."""
+    clock = ManualClock()
+    edge: QueueChannel[Tensor] = QueueChannel(clock, 4)
+    stage = Starved(last=False, failures=[no_memory_on_the_host])
+    runner = StageRunner(stage, edge, NoRecorder(), clock, HostTimer(clock), keeps_states=True)
+    microbatch = MicroBatch(0, (Chunk(0, 0, 0, 3, False, (1, 2, 3), (), None, slot=0),))
+    with pytest.raises(MemoryLostError, match=r"for a microbatch of 3 tokens: "):
+        runner.run(MicroBatchFrame(microbatch), None, Instant(0.0))
+
+
 def test_other_errors_are_not_tried_again():
     with pytest.raises(RuntimeError, match="shapes do not match"):
         run(something_else)

@@ -101,7 +101,7 @@ ROW = SamplingRow(130, 0.7, 5, 0.9, 0.0, 7)
 CHUNKS = (
     Chunk(3, 0, 128, 2, False, (5, 6), (9, 10), None, scored=Scored(129, 131, 1, 7)),
     Chunk(1, 2, 129, 1, True, (4,), (), ROW),
-    Chunk(2, 0, 0, 3, False, (1, 2, 3), (0,), ROW),
+    Chunk(2, 0, 0, 3, False, (1, 2, 3), (0,), ROW, slot=4),
 )
 FRAMES = (
     codec.MicroBatchFrame(MicroBatch(7, CHUNKS, (4, 5), 1.5), (StageTime(7, 0.25),), ((3, 0),)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from sarathi_pp.cli.main import main
 from sarathi_pp.model.attention import BACKENDS, choose_backend
+from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.families import FAMILIES
+from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.run import doctor
 from tests.commands.processes import ROOT
 
@@ -164,3 +167,14 @@ def test_supported_models_are_listed(ask: Ask, capsys: pytest.CaptureFixture[str
         main(["doctor", "--models"])
     said = capsys.readouterr().out
     assert all(family.model_type in said and family.architecture in said for family in FAMILIES.values())
+
+
+def test_a_model_that_keeps_states_says_that_it_has_no_prefix_cache(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = (StateCache((4, 1 << 20), (1 << 20, 2)),) * 5
+    monkeypatch.setattr(doctor, "check_model", lambda directory: replace(check_model(directory), own_caches=caches))
+    code, document, _ = ask("--model", ADDER)
+    shared, states = (finding(document, "model", name) for name in ("prefix cache", "states"))
+    assert code == 0 and shared["state"] == "unused" and shared["detail"].startswith("off: some layers keep one state")
+    assert states["detail"] == f"{5 * 24 / 1024:.3g} GiB for each of --max-num-seqs sequences, divided among the stages"
+    monkeypatch.undo()
+    assert "states" not in [one["name"] for one in ask("--model", ADDER)[1]["findings"]]

@@ -11,6 +11,8 @@ from sarathi_pp.cli.main import main
 from sarathi_pp.config import ATTENTIONS, RunConfig
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention import BACKENDS
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run import preflight
 from sarathi_pp.run.preflight import BatchOptions
@@ -98,3 +100,21 @@ def test_facts_about_the_model_are_notes_and_no_warnings(tmp_path, output):
     (note,) = checked.notes
     assert "auto_map" in note and not any("auto_map" in warning for warning in checked.warnings)
     assert any("does not use --chunk-size" in warning for warning in checked.warnings)
+
+
+def test_a_model_that_keeps_states_has_no_prefix_cache(output, monkeypatch):
+    facts = replace(check_model(ADDER), own_caches=(StateCache((3, 8)),) * 5)
+    monkeypatch.setattr(preflight, "check_model", lambda directory: facts)
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt": "1+1="}\n')
+
+    def notes(mode):
+        config = RunConfig(model=str(ADDER), prefix_cache=mode)
+        return preflight.preflight(BatchOptions(config, str(rows), str(output))).notes
+
+    assert [len(notes(mode)) for mode in ("auto", "off")] == [1, 0]
+    assert notes("auto")[0].startswith("the prefix cache is off: some layers keep one state per sequence")
+    with pytest.raises(ConfigError, match=r"--prefix-cache is prompts; some layers keep one state .*Give .* off, or"):
+        notes("prompts")
+    monkeypatch.undo()
+    assert notes("auto") == ()

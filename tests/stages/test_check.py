@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from sarathi_pp.cli.main import main
 from sarathi_pp.errors import CapacityError, InputError, PartitionError
 from sarathi_pp.model import loader
 from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.inputs import Span, StageInputs, build_inputs
+from sarathi_pp.model.kv import KVShard
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages import check, check_memory
 from sarathi_pp.stages.check import ModelCheck, check_stages
@@ -146,6 +148,23 @@ def test_a_prompt_is_computed_in_chunks_and_decodes() -> None:
         assert [first for first, _ in ours] == [0, *(end for _, end in ours[:-1])] and ours[-1][1] == length
         assert [end - first for first, end in ours[-4:]] == [1] * min(4, length)
     assert max(map(len, check._microbatches([3, 60, 120]))) == 3
+
+
+def test_each_prompt_has_a_state_slot(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[int, int]] = set()
+
+    def record(spans: Sequence[Span], *others: Any) -> StageInputs:
+        seen.update((span.pages[0], span.slot) for span in spans)
+        return build_inputs(spans, *others)
+
+    def make(*sizes: Any, num_slots: int) -> KVShard:
+        assert num_slots == 4
+        return KVShard(*sizes, num_slots=num_slots)
+
+    monkeypatch.setattr(check, "build_inputs", record)
+    monkeypatch.setattr(check, "KVShard", make)
+    assert checked(saved("llama")).exact
+    assert sorted(slot for _, slot in seen) == [0, 1, 2, 3]
 
 
 def test_groups_give_the_same_result(saved: Saved, room: float, monkeypatch: pytest.MonkeyPatch) -> None:

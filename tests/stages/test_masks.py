@@ -71,7 +71,7 @@ def test_a_wait_for_a_mask_is_measured_and_counts_as_progress(monkeypatch):
     part.forward = lambda *_: begun.append(slow.num_begun)
     head: Any = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1), bytes_read=0)
     grammars: Any = SimpleNamespace(guide=lambda rules: slow, compute=slow.compute)
-    kv: Any = SimpleNamespace(num_pages=10, page_size=16)
+    kv: Any = SimpleNamespace(num_pages=10, page_size=16, num_slots=0)
     stage = ModelStage(part, kv, 8, torch.float32, torch.device("cpu"), head, grammars=grammars)
 
     def answer() -> None:
@@ -106,7 +106,7 @@ def test_a_row_whose_prompt_is_scored_follows_its_grammar_too():
     head = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1))
     part: Any = SimpleNamespace(has_lm_head=True, embed=True, bytes_read=0, steps=[0], rows_head=lambda: head)
     part.forward_rows = lambda x, inputs, kv: torch.zeros(2, 8)
-    kv: Any = SimpleNamespace(num_pages=10, page_size=16)
+    kv: Any = SimpleNamespace(num_pages=10, page_size=16, num_slots=0)
     grammars: Any = SimpleNamespace(guide=lambda rules: mask, compute=mask.compute)
     stage = ModelStage(part, kv, 8, torch.float32, torch.device("cpu"), grammars=grammars)
     given = DrawRules(num_prompt=2, grammar="any").to_bytes()

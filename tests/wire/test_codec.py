@@ -37,6 +37,7 @@ chunks = st.builds(
     st.booleans(),
     st.just(b"") | st.binary(min_size=1, max_size=40),
     st.none() | st.builds(Scored, int64, int64, int64, int64),
+    st.just(-1) | st.integers(0, 2**40),
 )
 microbatches = st.builds(
     MicroBatch, st.integers(0, 2**62), st.lists(chunks, max_size=5).map(tuple), ids, reals, st.booleans()
@@ -140,6 +141,21 @@ def test_a_message_cut_over_what_an_earlier_one_left_is_refused(frame, cut, earl
             codec.decode(message[:-cut] + before[-cut:])
 
 
+def test_runs_without_states_send_no_number_for_a_slot():
+    plain = Chunk(1, 0, 0, 2, False, (5, 6), (0,), None)
+    with_slot = plain._replace(slot=0)
+    sizes = [len(codec._flatten(codec.MicroBatchFrame(MicroBatch(0, (one,))))[1][0]) for one in (plain, with_slot)]
+    assert sizes[1] == sizes[0] + 1
+
+
+@pytest.mark.parametrize("slots", [(), (-1,), (-(2**63),)])
+def test_a_slot_that_there_cannot_be_is_refused(slots):
+    kind, (integers, reals) = codec._flatten(codec.MicroBatchFrame(MicroBatch(0, (Chunk(1, 0, 0, 1, slot=3),))))
+    assert integers.pop() == 3
+    with pytest.raises(ValueError, match="state slots"):
+        codec._restore(kind, [*integers, *slots], reals)
+
+
 def test_versions_do_not_mix():
     message = bytearray(codec.encode(codec.Goodbye(), 0))
     message[4] += 1
@@ -149,13 +165,22 @@ def test_versions_do_not_mix():
 
 @given(st.integers(1, 300), st.integers(1, 40), st.sampled_from([1, 16]), st.integers(1, 4), st.data())
 def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages, data):
-    """The fullest possible microbatch fits into the buffers that receivers post ahead."""
     count = data.draw(st.integers(1, min(max_tokens, max_seqs)))
+    check_bound(count, max_tokens, max_seqs, page_size, stages, shares_pages=data.draw(st.booleans()))
+
+
+def test_the_bound_on_message_size_holds_for_chunks_that_bring_all_they_can():
+    check_bound(100, 100, 100, page_size=16, stages=2, shares_pages=False)
+
+
+def check_bound(count, max_tokens, max_seqs, page_size, stages, *, shares_pages):
+    """Check that the fullest possible microbatch of `count` chunks fits into the buffers that receivers post ahead."""
     lengths = [max_tokens // count] * count
     row = SamplingRow(1, 1.0, 1, 1.0, 0.0, 2**62)
-    shares_pages = data.draw(st.booleans())
     shared = tuple(range(MOST_SHARED_PAGES * shares_pages))
-    rules = b"x" * (MOST_MICROBATCH_BYTES // count)
+    # Rules of one byte more than whole words take the most room.
+    size = max(1, MOST_MICROBATCH_BYTES // count // 8 * 8 - 7)
+    rules = [size] * (count - 1) + [MOST_MICROBATCH_BYTES - size * (count - 1)]
     parts = tuple(
         Chunk(
             i,
@@ -166,13 +191,15 @@ def test_the_bound_on_message_size_holds(max_tokens, max_seqs, page_size, stages
             (1,) * n,
             (*shared[i::count], *range(-(-n // page_size))),
             row,
-            rules=rules,
+            rules=b"x" * rules[i],
             scored=Scored(1, n, 2, 3),
+            slot=i,
         )
         for i, n in enumerate(lengths)
     )
+    bad = tuple((i, 0) for i in range(count))
     microbatch = MicroBatch(2**40, parts, tuple(range(2 * max_seqs)), 1.0)
-    head = codec.encode(codec.MicroBatchFrame(microbatch, (StageTime(0, 0.0),) * stages), 0)
+    head = codec.encode(codec.MicroBatchFrame(microbatch, (StageTime(0, 0.0),) * stages, bad), 0)
     bound = codec.max_frame_bytes(
         max_tokens=max_tokens,
         max_seqs=max_seqs,

@@ -3,7 +3,8 @@
 The rule is from an article on ChunkLLM for engineers. There is no paper. A chunk has at most `chunk_token_threshold`
 tokens. It ends at the last paragraph end within them, if there is one. A share of the chunk, `overlap_rate`, repeats
 the tokens before it. The article repeats them so that a chunk has its context. But a chunk here reads the keys and
-values of all tokens before it anyway, so the repetition changes no answer and only takes time.
+values of all tokens before it anyway, so the repetition changes no answer and only takes time. In a model whose
+layers keep states, nothing is repeated (Grant.overlap).
 
 With fewer than 4 sequences to run, the article advises against chunks, so prompts then run whole. Otherwise the policy
 works like Orca: one prompt per microbatch, with the decodes that are ready.

@@ -61,6 +61,9 @@ class Limits:
         prefix_cache: which KV pages are entered in the index, so that sequences can share them: none, those whose
             tokens all came in chunks of prompts, or all.
         most_idle_pages: most pages that are kept for sharing while no sequence holds them; None for all.
+        num_slots: number of state slots, one for each sequence that can run at once, see state_slots.py. 0: the model
+            keeps no states. Stages apply the tokens of a sequence to its state one after the other, so any cut of a
+            prompt into chunks gives the same bits. No policy has to know about states.
     """
 
     num_stages: int
@@ -73,6 +76,11 @@ class Limits:
     longrope_after: int | None = None
     prefix_cache: PrefixCacheMode = "off"
     most_idle_pages: int | None = None
+    num_slots: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.num_slots or self.num_slots >= self.max_num_seqs, "a sequence could run without a state slot"
+        assert not self.num_slots or self.prefix_cache == "off", "a shared page would skip tokens of a state"
 
     @property
     def max_decodes(self) -> int:
@@ -120,7 +128,8 @@ class View(NamedTuple):
 class Grant(NamedTuple):
     """The order to compute the next `num_tokens` known tokens of a sequence.
 
-    The `overlap` tokens before them are computed once more.
+    The `overlap` tokens before them are computed once more. In a model with states (Limits.num_slots) they are not,
+    because a state must get each token once.
     """
 
     sequence: SequenceView

@@ -40,7 +40,7 @@ from sarathi_pp.model.checkpoint.ranges import check_ranges
 from sarathi_pp.model.checkpoint.surplus import draft_layers, refuse_types, surplus_note
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
-from sarathi_pp.model.layer_cache import LayerCache, PagedCache, plain_caches
+from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache, plain_caches
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -51,6 +51,8 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LONGROPE = ("longrope", "yarn")
 # Bytes per tensor that the fingerprint covers.
 _SAMPLE_BYTES = 256
+# Said to the user if layers keep states.
+WHY_NO_PREFIX_CACHE = "some layers keep one state per sequence, from whose middle no other sequence can continue"
 # No kernel here computes in float64. float32 is precise enough for a language model's weights.
 _DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -107,6 +109,11 @@ class ModelFacts:
         """Return whether layers keep latents (MLA)."""
         return any(isinstance(cache, PagedCache) and cache.latent for cache in self.own_caches)
 
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state per sequence, so that each running sequence has a state slot."""
+        return any(isinstance(cache, StateCache) for cache in self.own_caches)
+
     def max_model_len(self, asked: int | None) -> int:
         """Return the most tokens of prompt and output together in a run.
 
@@ -119,6 +126,20 @@ class ModelFacts:
         if asked is not None and asked > self.max_position_embeddings:
             raise ConfigError(f"--max-model-len is {asked}; the model has {self.max_position_embeddings} positions")
         return asked or self.max_position_embeddings
+
+    def prefix_cache(self, asked: str) -> str:
+        """Return the mode of the prefix cache in a run: "off" if layers keep states, otherwise the one asked for.
+
+        Raises:
+            ConfigError: the user asks for a prefix cache, and layers keep states.
+        """
+        if not self.has_states:
+            return asked
+        if asked not in ("auto", "off"):
+            raise ConfigError(
+                f"--prefix-cache is {asked}; {WHY_NO_PREFIX_CACHE}. Give --prefix-cache off, or leave it out"
+            )
+        return "off"
 
     def sharded(self, size: int) -> ModelFacts:
         """Return the facts of one of `size` tensor shards, with its part of the heads.

@@ -44,11 +44,14 @@ class Family:
             number of attention heads. A test compares kv_heads, head_dim and tied with transformers.
         head_dim: head_dim if config.json has none. None: hidden_size // number of attention heads.
         tied: tie_word_embeddings if config.json has none: the LM head uses the embedding's weight.
+        tied_key: older name of tie_word_embeddings in config.json, which goes before it; None if there is none.
         longrope_after: original_max_position_embeddings if config.json has none: the most tokens for which rotary
             embeddings of the type longrope use the short factors. transformers' `generate` computes a longer sequence
             again, with the long factors. None: it does not do so for this family, and longrope is refused.
         fixed_dynamic_rope: a rope of type "dynamic" with the key `alpha` is a fixed table. Without the key it depends
             on the longest sequence of a batch, as in other families, and is refused.
+        states: kind of the layers that keep a state instead of KV pages (state/caches.py): "delta_net" for linear
+            attention, "mamba", or "conv" for short convolutions. None: all layers are attention.
         widths: names in config.json of the sizes that tensor parallelism divides among ranks, besides the numbers of
             heads (tensor_parallel.py). None: tensor parallelism is not proven exact, so it is refused.
     """
@@ -73,8 +76,10 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
+    tied_key: str | None = None
     longrope_after: int | None = None
     fixed_dynamic_rope: bool = False
+    states: Literal["delta_net", "mamba", "conv"] | None = None
     widths: tuple[str, ...] | None = None
 
     @property
@@ -268,6 +273,39 @@ _ALL = (
     Family(architecture="YoutuForCausalLM", model_type="youtu", tied=True, latent=(512, 64)),
     Family(architecture="AXK1ForCausalLM", model_type="axk1", latent=(512, 64)),
     Family(architecture="FlexOlmoForCausalLM", model_type="flex_olmo"),
+    Family(architecture="Qwen3NextForCausalLM", model_type="qwen3_next", kv_heads=2, head_dim=256, states="delta_net"),
+    Family(architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text", kv_heads=4, head_dim=256, states="delta_net"),
+    Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        kv_heads=2,
+        head_dim=256,
+        states="delta_net",
+    ),
+    Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        once=("embedding_multiplier",),
+        states="mamba",
+    ),
+    Family(
+        architecture="Lfm2ForCausalLM",
+        model_type="lfm2",
+        norm="embedding_norm",
+        kv_heads=8,
+        tied=True,
+        tied_key="tie_embedding",
+        states="conv",
+    ),
+    Family(
+        architecture="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        norm="embedding_norm",
+        kv_heads=8,
+        tied=True,
+        tied_key="tie_embedding",
+        states="conv",
+    ),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.architecture: family for family in _ALL})

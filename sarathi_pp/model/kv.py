@@ -12,7 +12,7 @@ decode. Gathering a sequence's pages copies whole blocks.
 A layer with a state (layer_cache.py) has one tensor per kind of state, and a sequence's state is one entry of it:
 
     (num_slots, rows, channels)            latest inputs of a convolution
-    (num_slots, heads, rows, columns)      recurrent state, float32
+    (num_slots, blocks, rows, columns)     recurrent state, float32
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class KVShard:
         return self._of(self._conv, layer)
 
     def recurrent_state(self, layer: int) -> Tensor:
-        """Return the recurrent states of a layer, (num_slots, heads, rows, columns) float32."""
+        """Return the recurrent states of a layer, (num_slots, blocks, rows, columns) float32."""
         return self._of(self._recurrent, layer)
 
     def write(self, layer: int, key: Tensor, value: Tensor, inputs: StageInputs) -> None:

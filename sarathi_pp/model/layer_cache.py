@@ -42,7 +42,8 @@ class StateCache:
 
     Attributes:
         conv: (rows, channels), the latest inputs of the layer's convolution.
-        recurrent: (heads, rows, columns) of the recurrent state, in float32. Empty if the layer is a convolution alone.
+        recurrent: (blocks, rows, columns) of the recurrent state, in float32. The state of a head has one block, or
+            several blocks of 16 columns that follow each other. Empty if the layer is a convolution alone.
     """
 
     conv: tuple[int, int]

@@ -41,6 +41,8 @@ from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_o
 from sarathi_pp.model.narrow_weights import NarrowType, widen_embeddings
 from sarathi_pp.model.partial_class import drop_tied_embedding, partial_class
 from sarathi_pp.model.stage_model import LMHead, StageModel
+from sarathi_pp.model.state.choice import Backends
+from sarathi_pp.model.state.rewrite import use_states
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
 
 
@@ -166,9 +168,12 @@ def _load(
         drop_tied_embedding(module.get_submodule(family.base), family)
     if held.as_stored:
         widen_embeddings(module)
+    blocks = getattr(module.get_submodule(family.base), family.layers)
     try:
         if family.latent is not None:
-            absorb_latents(getattr(module.get_submodule(family.base), family.layers), held.compute)
+            absorb_latents(blocks, held.compute)
+        if family.states is not None and layers[0] < layers[1]:
+            use_states(directory, config, blocks, held.compute, Backends())
         pack_tied_heads(module, held.compute)
         fuse(module, held.compute)  # merged weights and their parts are in memory at the same time
     except (RuntimeError, MemoryError) as error:
@@ -176,7 +181,7 @@ def _load(
             raise
         raise _too_large(layers, needed, _first_line(error)) from error
     if split is not None:
-        split.join(getattr(module.get_submodule(family.base), family.layers))
+        split.join(blocks)
     if device.type == "cuda":
         give_back()  # the parts that were merged
     return module, needed
@@ -302,7 +307,9 @@ def _narrow_types(tensors: Mapping[str, Weight], family: Family) -> NarrowType:
 
     def narrow_type(name: str) -> torch.dtype | None:
         stored = tensors.get(name) or tensors.get(name.removeprefix(f"{family.base}."))
-        kinds = {stored.dtype} if stored is not None else groups[_group_of(name)]
+        layer, of_experts = _group_of(name)
+        # The names of stored matrices need not show that they are those of experts, as in Granite.
+        kinds = {stored.dtype} if stored is not None else groups[layer, of_experts] or groups[layer, False]
         return next(iter(kinds)) if len(kinds) == 1 and kinds <= set(NARROW) else None
 
     return narrow_type

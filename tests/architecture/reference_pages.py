@@ -190,7 +190,7 @@ def _models_page() -> str:
         "multipliers and layer patterns. `sarathi-pp doctor --models` prints this table.",
         _table(("`model_type`", "architecture", "stored weights", "tensor parallelism"), rows),
         "Weights are safetensors, in one file or sharded, from a directory or the Hugging Face Hub. Everything else\n"
-        "is refused before a run starts: other architectures, linear attention, dynamic rotary embeddings and custom\n"
+        "is refused before a run starts: other architectures, dynamic rotary embeddings and custom\n"
         "code. Longrope is supported in phi3 only (Phi-3, Phi-3.5 and Phi-4-mini). Weights may be stored in\n"
         "full or in these [quantised forms](../guides/quantised-models.md): FP8, MXFP4 (gpt-oss), compressed-tensors,\n"
         "GPTQ and AWQ.\n"

@@ -33,11 +33,11 @@ pytestmark = pytest.mark.timeout(60)
 def sliced_logits(directory, token_ids: Tensor, dtype: torch.dtype, page_size: int) -> Tensor:
     """Compute the (T, vocab) logits of one sequence in chunks, through two stages."""
     facts, models = stage_models(directory, 2, dtype)
-    kvs = [KVShard(model.layers, 16, page_size, facts.caches, dtype, CPU) for model in models]
+    kvs = [KVShard(model.layers, 16, page_size, facts.caches, dtype, CPU, num_slots=1) for model in models]
     is_long = facts.longrope_after is not None and sum(CHUNKS) > facts.longrope_after
     rows, start = [], 0
     for num_tokens in CHUNKS:
-        span = Span(start, num_tokens, range(16), long_factors=is_long)
+        span = Span(start, num_tokens, range(16), long_factors=is_long, slot=0)
         inputs = build_inputs([span], range(num_tokens), page_size, CPU)
         x = token_ids[start : start + num_tokens]
         for model, kv in zip(models, kvs, strict=True):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_ROWS = 100
 OPTIONS = ("--max-new-tokens", "16", "--ignore-eos", "--temperature", "0.8", "--dtype", "float32", "--chunk-size", "32")
-KINDS = ("deepseek_v3",)
+KINDS = ("deepseek_v3", "qwen3_next")
 
 
 def run(model: Path, folder: Path, *options: str) -> tuple[Files, Answers]:

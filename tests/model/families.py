@@ -60,6 +60,26 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8}
+_HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# Linear attention and gated attention. Kernels compute heads of 16 channels.
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "attention_bias": True,
+    "rope_parameters": _HALF_ROPE,
+}
+_MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_proj_bias": True,
+}
 _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.7,
@@ -296,6 +316,24 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
             rope_parameters=_DEEPSEEK_YARN,
         )
     ),
+    "qwen3_next": lambda: t.Qwen3NextConfig(
+        **_experts(
+            **_DELTA_NET,
+            num_experts=4,
+            shared_expert_intermediate_size=32,
+            mlp_only_layers=[0, 3],
+        )
+    ),
+    "granitemoehybrid": lambda: t.GraniteMoeHybridConfig(
+        **_sizes(
+            **_GRANITE,
+            **_MAMBA,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attention_bias=True,
+            position_embedding_type="rope",
+        )
+    ),
     "ministral": lambda: t.MinistralConfig(**_sizes(head_dim=16, sliding_window=WINDOW, layer_types=_MIXED)),
     # Queries grow with their position, in steps of 16 tokens.
     "ministral3": lambda: t.Ministral3Config(
@@ -488,6 +526,47 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "flex_olmo": lambda: t.FlexOlmoConfig(
         **_sizes(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, attention_bias=True)
     ),
+    # Positions in three sections, which are equal for text.
+    "qwen3_5_text": lambda: t.Qwen3_5TextConfig(
+        **_sizes(
+            **_DELTA_NET
+            | {"linear_conv_kernel_dim": 3, "linear_num_value_heads": 2, "linear_value_head_dim": 32}
+            | {"rope_parameters": {**_HALF_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+            tie_word_embeddings=True,
+        )
+    ),
+    "qwen3_5_moe_text": lambda: t.Qwen3_5MoeTextConfig(
+        **_experts(
+            **_DELTA_NET | {"rope_parameters": {**_HALF_ROPE, "mrope_section": [1, 1, 2]}},
+            num_experts=4,
+            shared_expert_intermediate_size=32,
+            intermediate_size=...,
+        )
+    ),
+    # Without experts, and without positions.
+    "granitemoehybrid_dense": lambda: t.GraniteMoeHybridConfig(
+        **_sizes(**_GRANITE, **_MAMBA | {"mamba_n_groups": 1}, num_local_experts=0, tie_word_embeddings=True)
+    ),
+    "lfm2": lambda: t.Lfm2Config(
+        **_sizes(
+            layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
+            conv_bias=True,
+            conv_L_cache=4,
+            block_multiple_of=16,
+            block_ffn_dim_multiplier=1.5,
+        )
+    ),
+    "lfm2_moe": lambda: t.Lfm2MoeConfig(
+        **_experts(
+            layer_types=["conv", "full_attention", "conv", "conv", "full_attention"],
+            num_experts=4,
+            num_dense_layers=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.7,
+            conv_bias=True,
+            tie_word_embeddings=False,
+        )
+    ),
 }
 """Family name -> tiny config. A name may carry a variant after the family's own (`opt_post_norm`)."""
 
@@ -535,6 +614,13 @@ _SCALES: dict[str, tuple[float, float]] = {
     "axk1": (1.2, 0.5),
     "granitemoe": (0.8, 0.4),
     "granitemoeshared": (0.8, 0.05),
+    "qwen3_next": (0.8, 2.0),
+    "qwen3_5_text": (2.0, 0.1),
+    "qwen3_5_moe_text": (0.8, 2.0),
+    "granitemoehybrid": (0.8, 0.4),
+    "granitemoehybrid_dense": (0.8, 0.05),
+    "lfm2": (1.5, 0.2),
+    "lfm2_moe": (0.8, 0.4),
 }
 _DEFAULT_SCALES = (1.5, 0.5)
 
@@ -575,12 +661,14 @@ def _randomise(model: Any, seed: int, weight_scale: float, embedding_scale: floa
     generator = torch.Generator().manual_seed(seed)
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter is embedding:
                 parameter.copy_(embedding_scale * noise)
             elif parameter.ndim >= 2:
                 parameter.copy_(weight_scale * noise / min(parameter.shape[-2:]) ** 0.5)
+            elif name.endswith(".A_log"):  # a state that is kept for some tokens
+                parameter.copy_(noise - 2)
             elif parameter.mean() > 0.5:  # the gain of a norm
                 parameter.copy_(1 + 0.1 * noise)
             else:

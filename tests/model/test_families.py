@@ -107,6 +107,16 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "youtu": {"rope_interleave": False},
     "axk1": {"topk_group": 2, "routed_scaling_factor": 1.0},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False},
+    "qwen3_next": {"rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}, "norm_topk_prob": False},
+    "qwen3_5_text": {"rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}},
+    "qwen3_5_moe_text": {"rope_parameters": _ROPE | {"partial_rotary_factor": 1.0}},
+    "granitemoehybrid": {
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 12**-0.5,
+        "logits_scaling": 1.0,
+    },
+    "lfm2_moe": {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
 }
 # Kinds of tensors without an effect: the guard against an overflow in apertus's activation, and a summand that is the
 # same for all keys of a query, because biogpt does not rotate keys.

@@ -25,7 +25,7 @@ from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm, has_onednn
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
+from sarathi_pp.model.layer_cache import StateCache, plain_caches
 from sarathi_pp.model.loader import layer_windows, load_lm_head, load_stage
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.stage_model import LMHead, StageModel
@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 4
 NUM_PAGES = 40
 LENGTHS = {"a": 45, "b": 30, "c": 13}
+SLOTS = {"a": 2, "b": 0, "c": 3}
 
 # Each microbatch: (sequence, num_tokens), packed in this order. It has prompts longer than the window and chunks that
 # end inside a page. It has decodes with chunks, two chunks of one sequence in a row, and a lone decode.
@@ -87,7 +88,13 @@ def load(
 
 
 def shard(facts: ModelFacts, layers: tuple[int, int]) -> KVShard:
-    return KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.caches, torch.float32, torch.device("cpu"))
+    kv = KVShard(layers, NUM_PAGES, PAGE_SIZE, facts.caches, torch.float32, torch.device("cpu"), num_slots=4)
+    for layer in range(*layers):  # a sequence's first row does not read its slot
+        if isinstance(facts.caches[layer], StateCache):
+            kv.conv_state(layer).fill_(torch.nan)
+            if layer in kv._recurrent:
+                kv.recurrent_state(layer).fill_(torch.nan)
+    return kv
 
 
 def prompts() -> dict[str, torch.Tensor]:
@@ -111,7 +118,7 @@ def run_schedule(
             while len(tables[name]) * PAGE_SIZE < end:
                 tables[name].append(next(pages))
             is_long = facts.longrope_after is not None and LENGTHS[name] > facts.longrope_after
-            spans.append(Span(first, num_tokens, tuple(tables[name]), long_factors=is_long))
+            spans.append(Span(first, num_tokens, tuple(tables[name]), long_factors=is_long, slot=SLOTS[name]))
             ids.append(tokens[name][first:end])
             places += [(name, position) for position in range(first, end)]
             start[name] = end

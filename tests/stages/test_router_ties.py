@@ -164,7 +164,7 @@ def test_a_tie_is_no_difference(
 
 
 def test_all_families_with_experts_are_in_the_list() -> None:
-    assert len(EXPERTS) == 23 and {"mixtral", "gpt_oss", "glm4_moe", "ernie4_5_moe"} <= set(EXPERTS)
+    assert len(EXPERTS) == 27 and {"mixtral", "gpt_oss", "glm4_moe", "ernie4_5_moe"} <= set(EXPERTS)
 
 
 @pytest.mark.parametrize("layer", [1, 2])

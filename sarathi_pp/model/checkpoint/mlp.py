@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.support import ModelFacts
 
@@ -42,11 +43,30 @@ def read_mlp(directory: Path, facts: ModelFacts) -> MLPShape:
     """Return the sizes of the MLP. Raise InputError for a size that is not a positive integer."""
     config = ConfigFile.read(directory)
     return MLPShape(
-        width=_first(config, _WIDTHS) or 4 * facts.hidden_size,
+        width=_width(config, facts),
         matrices=2 if facts.model_type in _UNGATED else 3,
         num_experts=_first(config, _EXPERTS) or 1,
         experts_per_token=_first(config, _EXPERTS_PER_TOKEN) or 1,
     )
+
+
+def _width(config: ConfigFile, facts: ModelFacts) -> int:
+    """Return MLPShape.width."""
+    if facts.model_type == "granitemoehybrid" and not config.values.get("num_local_experts", 1):
+        return config.optional_size("shared_intermediate_size", None) or 1024
+    width = _first(config, _WIDTHS) or 4 * facts.hidden_size
+    if facts.model_type != "lfm2":
+        return width
+    width = config.optional_size("block_ff_dim", None) or width
+    if not config.flag("block_auto_adjust_ff_dim", True):
+        return width
+    factor, step = config.values.get("block_ffn_dim_multiplier", 1.0), config.optional_size("block_multiple_of", 256)
+    if not isinstance(factor, int | float) or step is None:
+        raise InputError(
+            f"{config.path}: block_ffn_dim_multiplier is {factor!r:.100} and block_multiple_of is {step!r:.100}; "
+            "expected numbers"
+        )
+    return -(-int(factor * (2 * width // 3)) // step) * step
 
 
 def _first(config: ConfigFile, keys: tuple[str, ...]) -> int | None:
@@ -56,6 +76,8 @@ def _first(config: ConfigFile, keys: tuple[str, ...]) -> int | None:
     """
     for key in keys:
         value = config.values.get(key)
+        if value == 0:  # a hybrid Granite without experts
+            continue
         if isinstance(value, list) and value and all(type(one) is int and one > 0 for one in value):
             return int(max(value))
         if size := config.optional_size(key, None):

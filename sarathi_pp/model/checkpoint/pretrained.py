@@ -69,9 +69,21 @@ def refuse_config(directory: Path, error: Exception) -> InputError:
 
 
 def _make(family: Family, values: Mapping[str, object]) -> Any:
-    plain = {key: value for key, value in values.items() if key not in QUANTISATION_KEYS}  # weights come as floats
+    # Quantised weights come as floats.
+    plain = {key: _decoded(value) for key, value in values.items() if key not in QUANTISATION_KEYS}
     # transformers converts weights by the model type, and does not know the aliases.
     return CONFIG_MAPPING[family.model_type].from_dict({**plain, "model_type": family.model_type})
+
+
+def _decoded(value: object) -> object:
+    """Return a value of config.json with the numbers that JSON lacks: transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if isinstance(value, dict):
+        if list(value) == ["__float__"] and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _decoded(one) for key, one in value.items()}
+    return value
 
 
 def _makes_model(family: Family, values: Mapping[str, object]) -> bool:

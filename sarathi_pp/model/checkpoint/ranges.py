@@ -76,6 +76,18 @@ def _check_null(path: Path, values: Mapping[str, object], *, has_experts: bool) 
         for key in _SCALING_ROPE:
             if not isinstance(rope.get(key), (int, float)):
                 raise InputError(f"{path}: rope_parameters.{key} is {rope.get(key)!r:.100}; expected a number")
+    _check_sections(path, rope)
+
+
+def _check_sections(path: Path, rope: object) -> None:
+    """Raise InputError if the sections of rotary channels (Qwen3.5) are not three counts."""
+    if not isinstance(rope, Mapping) or "mrope_section" not in rope:
+        return
+    sections = rope["mrope_section"]
+    if not isinstance(sections, list) or len(sections) != 3 or any(type(one) is not int or one < 0 for one in sections):
+        raise InputError(
+            f"{path}: rope_parameters.mrope_section is {sections!r:.100}; expected three integers of at least 0"
+        )
 
 
 def _check_experts(path: Path, values: Mapping[str, object]) -> None:
@@ -83,6 +95,8 @@ def _check_experts(path: Path, values: Mapping[str, object]) -> None:
         chosen, experts = values.get(per_token), values.get(key)
         if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts > 0:
             raise InputError(f"{path}: {per_token} is {chosen}; expected at most {key}, which is {experts}")
+    if values.get("output_router_logits") and values.get("num_local_experts") == 0:
+        raise InputError(f"{path}: output_router_logits is true, and num_local_experts is 0; expected false")
     groups, chosen = values.get("n_group"), values.get("topk_group")
     if isinstance(groups, int) and isinstance(chosen, int) and chosen > groups > 0:
         raise InputError(f"{path}: topk_group is {chosen}; expected at most n_group, which is {groups}")

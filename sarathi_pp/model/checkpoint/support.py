@@ -41,6 +41,7 @@ from sarathi_pp.model.checkpoint.surplus import draft_layers, refuse_types, surp
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
 from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache, plain_caches
+from sarathi_pp.model.state.caches import ATTENTION_LAYERS, STATE_LAYERS, own_caches
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -235,25 +236,27 @@ def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
     """Return the model's sizes from config.json, by the names of ModelFacts. Raise InputError."""
     check_ranges(config.path, config.values)
     num_layers = config.size(family.keys.get("num_hidden_layers", "num_hidden_layers"))
-    _refuse_layer_types(config, num_layers)
+    _refuse_layer_types(config, family, num_layers)
     hidden_size = config.size(family.keys.get("hidden_size", "hidden_size"))
     num_heads, num_kv_heads = _heads(config, family)
     head_dim = config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads
-    own_caches: tuple[LayerCache, ...] = ()
+    caches: tuple[LayerCache, ...]
     if family.latent is not None:
         keys = zip(("kv_lora_rank", "qk_rope_head_dim"), family.latent, strict=True)
         latent, rotary = (config.optional_size(key, default) or default for key, default in keys)
         num_kv_heads, head_dim = 1, latent + rotary
-        own_caches = (PagedCache(num_kv_heads, head_dim, latent, latent=True),) * num_layers
+        caches = (PagedCache(num_kv_heads, head_dim, latent, latent=True),) * num_layers
+    else:
+        caches = own_caches(config, family, num_layers, num_kv_heads, head_dim)
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "own_caches": own_caches,
         "vocab_size": config.size("vocab_size"),
         "max_position_embeddings": config.size(family.keys.get("max_position_embeddings", "max_position_embeddings")),
+        "own_caches": caches,
     }
 
 
@@ -297,12 +300,18 @@ def _title(scheme: Scheme | None) -> str | None:
 def _find_features(config: ConfigFile, family: Family) -> dict[str, Any]:
     """Return the settings of embedding, attention and LM head in config.json, by the names of ModelFacts."""
     return {
-        "tie_word_embeddings": config.flag("tie_word_embeddings", family.tied),
+        "tie_word_embeddings": _is_tied(config, family),
         "softcap": family.softcap is not None and config.values.get(family.softcap, True) is not None,
         "sinks": family.sinks,
         "lm_head_size": config.optional_size("word_embed_proj_dim", None) if family.project_out is not None else None,
         "longrope_after": _longrope_after(config, family),
     }
+
+
+def _is_tied(config: ConfigFile, family: Family) -> bool:
+    """Return whether the LM head uses the embedding's weight."""
+    named = config.flag("tie_word_embeddings", family.tied)
+    return named if family.tied_key is None else config.flag(family.tied_key, named)
 
 
 def _longrope_after(config: ConfigFile, family: Family) -> int | None:
@@ -416,8 +425,9 @@ def _rope_types(scaling: object) -> Iterator[object]:
         yield from _rope_types(nested)
 
 
-def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
+def _refuse_layer_types(config: ConfigFile, family: Family, num_layers: int) -> None:
     layer_types = config.values.get("layer_types")
+    allowed = _LAYER_TYPES if family.states is None else (*ATTENTION_LAYERS, *STATE_LAYERS)
     if layer_types is None:
         return
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
@@ -426,9 +436,10 @@ def _refuse_layer_types(config: ConfigFile, num_layers: int) -> None:
             f"{layer_types!r:.100}"
         )
     for index, layer_type in enumerate(layer_types):
-        if layer_type not in _LAYER_TYPES:
+        if layer_type not in allowed:
             raise config.refuse(
-                f"layer {index} is {layer_type!r}; only {' and '.join(_LAYER_TYPES)} are supported in layer_types"
+                f"layer {index} is {layer_type!r:.100}; {family.architecture} supports only {' and '.join(allowed)} in "
+                "layer_types"
             )
 
 

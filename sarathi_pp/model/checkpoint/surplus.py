@@ -21,6 +21,7 @@ _KINDS = (
     ("causal masks", re.compile(r"(^|\.)(attn|attention|self_attn)\.masked_bias$")),
     ("position ids", re.compile(r"(^|\.)position_ids$")),
     ("scales of a quantised KV cache", re.compile(r"\.[kv]_scale$")),
+    ("layers that predict further tokens", re.compile(r"^mtp\.")),
     ("heads of another task", re.compile(r"^(v_head|value_head|reward_head|score|classifier)\.")),
 )
 _MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")

@@ -62,6 +62,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "qwen2_5_vl": Wrapper(text="qwen2_5_vl_text", fixed=True, text_ties=True),
     "qwen3_vl": Wrapper(text="qwen3_vl_text", fixed=True),
     "qwen3_vl_moe": Wrapper(text="qwen3_vl_moe_text", fixed=True),
+    "qwen3_5": Wrapper(text="qwen3_5_text", fixed=True),
+    "qwen3_5_moe": Wrapper(text="qwen3_5_moe_text", fixed=True),
     "internvl": Wrapper(text="qwen2", tied=True),
     "llava": Wrapper(text="llama", text_ties=True),
     "llava_next": Wrapper(text="llama"),
@@ -139,6 +141,20 @@ TEXT_PARTS: Mapping[str, TextPart] = {
         },
         forced=_NO_WINDOWS | {"norm_topk_prob": True},
     ),
+    "qwen3_5_text": TextPart(family="qwen3_5_text", defaults=_sizes(248320, 4096, 12288, 32, 16, 32768)),
+    "qwen3_5_moe_text": TextPart(
+        family="qwen3_5_moe_text",
+        defaults={
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "glm4v_text": TextPart(
         family="glm4",
         defaults=_sizes(151552, 4096, 13696, 40, 32, 32768) | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
@@ -159,6 +175,7 @@ _KEPT = (
     (re.compile(r"^language_model\.model\."), "model."),
     (re.compile(r"^model\.(?:language_model|text_model)\."), "model."),
     (re.compile(r"^model\.(?=(?:embed_tokens|layers|norm)\.)"), "model."),
+    (re.compile(r"^mtp\."), "mtp."),  # surplus.py drops them
 )
 _DROPPED = re.compile(
     r"^(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|mm_projector|connector|image_newline)(?:\.|$)"

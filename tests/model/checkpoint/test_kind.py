@@ -72,7 +72,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"model_type": "qwen2_5_omni", "vision_config": {"depth": 1}},
         ("a multi-modal model (vision_config)",),
     ),
-    "near": ("Qwen3NextForCausalLM", {"model_type": "qwen3_next"}, ("not supported", "nearest", "Qwen3")),
+    "near": ("Qwen8NextForCausalLM", {"model_type": "qwen8_next"}, ("not supported", "nearest", "Qwen3Next")),
     "with a head": ("BertLMHeadModel", {"model_type": "bert"}, ("BertLMHeadModel is not supported",)),
     "quantised": ("DeepseekV3ForCausalLM", {"quantization_config": {"quant_method": "hqq"}}, ("quantised", "hqq")),
 }

@@ -109,6 +109,8 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         if key not in ("architectures", "model_type", "intermediate_size")
     }
     bare = sizes | {"architectures": [known.architecture], "model_type": known.model_type}
+    if known.states == "mamba":
+        bare["mamba_n_heads"] = 4  # the default does not divide the width
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(bare))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -292,12 +294,47 @@ def test_a_token_takes_one_latent_per_layer(write: Write) -> None:
         ({"architectures": ["ArceeForCausalLM"], "model_type": "arcee"}, MLPShape(64, 2)),
         ({"moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2}, MLPShape(32, 3, 8, 2)),
         ({"moe_intermediate_size": 32, "moe_num_experts": 8, "moe_k": 2}, MLPShape(32, 3, 8, 2)),
+        (
+            {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "model_type": "granitemoehybrid",
+                "layer_types": ["attention"] * 5,
+                "num_local_experts": 0,
+                "shared_intermediate_size": 80,
+            },
+            MLPShape(80, 3),
+        ),
         ({"moe_intermediate_size": [32] * 5, "num_experts": 8, "moe_topk": [2] * 5}, MLPShape(32, 3, 8, 2)),
     ],
 )
 def test_the_sizes_of_the_mlp(write: Write, changed: dict[str, Any], shape: MLPShape) -> None:
     directory = write(**changed)
     assert read_mlp(directory, check_model(directory)) == shape
+
+
+@pytest.mark.parametrize("changed", [{}, {"block_auto_adjust_ff_dim": False}])
+@pytest.mark.parametrize("width", ["intermediate_size", "block_ff_dim"])
+def test_the_width_of_an_lfm2(changed: dict[str, Any], width: str, tmp_path: Path) -> None:
+    lfm2 = {"block_multiple_of": 48, "block_ffn_dim_multiplier": 1.1, width: 640, "layer_types": ["conv"] * 5}
+    values = {**LLAMA, "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", **lfm2, **changed}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    _, config = load_config(tmp_path)
+    with torch.device("meta"):
+        module = transformers.Lfm2ForCausalLM(config)
+    assert read_mlp(tmp_path, describe_config(tmp_path)).width == module.model.layers[0].feed_forward.w1.out_features
+
+
+def test_the_older_name_of_a_tied_head_goes_first(write: Write) -> None:
+    lfm2 = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv"] * 5}
+    for named, older, tied in ((..., ..., True), (False, ..., False), (False, True, True), (True, False, False)):
+        given = {"tie_word_embeddings": named, "tie_embedding": older}
+        path = write(**lfm2, **{key: value for key, value in given.items() if value is not ...})
+        if named is ...:
+            values = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(
+                json.dumps({k: v for k, v in values.items() if k != "tie_word_embeddings"})
+            )
+        assert load_config(path)[1].tie_word_embeddings == check_model(path).tie_word_embeddings == tied
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)

@@ -31,6 +31,7 @@ SURPLUS: dict[str, torch.Tensor] = {
     f"{LAYERS}.masked_bias": torch.tensor(-1e9),
     "model.position_ids": torch.arange(8),
     f"{LAYERS}.k_scale": torch.ones(1),
+    "mtp.layers.0.mlp.up_proj.weight": torch.zeros(2, 48),
     "v_head.summary.weight": torch.zeros(1, 48),
     "score.weight": torch.zeros(1, 48),
     "statistics.counts": torch.zeros(3, dtype=torch.uint16),

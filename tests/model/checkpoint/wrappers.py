@@ -55,6 +55,15 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA_NET = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": _MROPE3 | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+}
 
 _PATCHES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 _PATCHES |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
@@ -109,6 +118,8 @@ KINDS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "mistral3_mistral4": ("Mistral3", {"model_type": "mistral4", **_LATENT, "rope_parameters": _YARN}, _PIXTRAL, False),
     "kimi_k25": ("Kimi_K25", {"model_type": "deepseek_v3", **_LATENT}, _KIMI, False),
     "glm4v": ("Glm4v", {"rope_parameters": _GLM_ROPE}, _VISUAL_GLM, False),
+    "qwen3_5": ("Qwen3_5", _DELTA_NET, _VISUAL3, True),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 24}, _VISUAL3, False),
 }
 """Kind -> stem of the class names, settings of the text part and of the vision part, and whether the LM head is tied.
 
@@ -128,12 +139,14 @@ def make(kind: str, directory: Path, old_names: bool = False) -> None:
     generator = torch.Generator().manual_seed(0)
     embedding = model.get_input_embeddings().weight
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter is embedding:  # a tied head repeats its input token if the embedding outweighs the layers
                 parameter.copy_((0.02 if kind == "gemma3" else 0.2 if tied else 0.5) * noise)
             elif parameter.ndim >= 2:
                 parameter.copy_((3.0 if kind == "gemma3" else 1.5) * noise / min(parameter.shape[-2:]) ** 0.5)
+            elif name.endswith(".A_log"):  # transformers draws it from its own generator
+                parameter.copy_(noise - 2)
             else:  # norms' gains start at 1, or at 0 where 1 is added; biases at 0
                 parameter.copy_(parameter.round() + 0.1 * noise)
     model.save_pretrained(directory, save_original_format=old_names)

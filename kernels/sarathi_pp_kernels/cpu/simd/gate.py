@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -40,20 +41,29 @@ def silu_multiply_lines(typing, size, gate, up, to, num_lines):  # type: ignore[
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, gate_, up_, to_, num_lines_ = arguments
-        lowest, highest = constant(_LOWEST), constant(_HIGHEST)
         with each_line(builder, num_lines_) as (line, _):
             place = builder.mul(line, index(LANES))
             x, factor = (load_values(builder, num_bytes, row, place) for row in (gate_, up_))
-            # The comparisons keep NaN: each one with NaN is false.
-            less = builder.fneg(x)
-            less = builder.select(builder.fcmp_ordered(">", lowest, less), lowest, less)
-            less = builder.select(builder.fcmp_ordered("<", highest, less), highest, less)
-            whole = nearest_whole(builder, builder.fmul(less, constant(_LOG2_E)))
-            rest = fma(builder, less, constant(_LOG2_E), builder.fneg(whole))
-            rest = fma(builder, less, constant(_LOG2_E_REST), rest)
-            gated = builder.fdiv(x, builder.fadd(constant(1.0), power_of(builder, whole, rest, FINE)))
+            gated = silu_of(builder, x, power_of)
             product = builder.fmul(round_values(builder, num_bytes, gated), factor)
             store_values(builder, num_bytes, product, to_, place)
         return context.get_dummy_value()
 
     return types.void(size, *[types.int64] * 4), generate
+
+
+def silu_of(builder: Any, x: Any, power_of: Callable[..., Any]) -> Any:
+    """Return silu(x) in every lane. NaN stays NaN, and -inf gives NaN.
+
+    Args:
+        power_of: `power` or `power_by_bits`, which any processor has.
+    """
+    lowest, highest = constant(_LOWEST), constant(_HIGHEST)
+    # The comparisons keep NaN: each one with NaN is false.
+    less = builder.fneg(x)
+    less = builder.select(builder.fcmp_ordered(">", lowest, less), lowest, less)
+    less = builder.select(builder.fcmp_ordered("<", highest, less), highest, less)
+    whole = nearest_whole(builder, builder.fmul(less, constant(_LOG2_E)))
+    rest = fma(builder, less, constant(_LOG2_E), builder.fneg(whole))
+    rest = fma(builder, less, constant(_LOG2_E_REST), rest)
+    return builder.fdiv(x, builder.fadd(constant(1.0), power_of(builder, whole, rest, FINE)))

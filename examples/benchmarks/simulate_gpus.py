@@ -27,6 +27,7 @@ from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import parse_policy
+from sarathi_pp.layer_shape import LayerShape
 from sarathi_pp.sim.experiment import Experiment, report_of
 from sarathi_pp.sim.workload import parse_workload
 
@@ -48,8 +49,16 @@ class Shape:
     vocab_size: int = 128256
 
     def cost(self, layers: tuple[tuple[int, int], ...], speed: DeviceSpeed) -> CostModel:
-        sizes = {name: value for name, value in asdict(self).items() if name != "num_layers"}
-        return estimate_cost(layers, **sizes, weight_bytes=WEIGHT_BYTES, speed=speed, page_size=PAGE_SIZE)
+        sizes = {name: value for name, value in asdict(self).items() if name not in ("num_layers", "vocab_size")}
+        return estimate_cost(
+            layers,
+            shapes=[LayerShape.plain(**sizes)] * self.num_layers,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            weight_bytes=WEIGHT_BYTES,
+            speed=speed,
+            page_size=PAGE_SIZE,
+        )
 
     def weights_bytes(self, num_layers: int, ends: int) -> int:
         """Return the size of the weights of a stage.

@@ -137,6 +137,11 @@ def _explanations(document: Mapping[str, Any]) -> Iterator[Text]:
         f"workload {document['workload']}: {document['prompt_to_output']:.1f} prompt tokens per output token\n"
         f"saturated at {document['saturation_tokens']} tokens per microbatch: more of them take longer in proportion"
     )
+    kinds = [
+        f"stage {stage['stage']}: {stage['layer_kinds']}" for stage in document["per_stage"] if stage["layer_kinds"]
+    ]
+    if kinds:
+        yield Text("\n  ".join(("layers differ in time and memory", *kinds)))
     stored = [stage["stored_bytes"] for stage in document["per_stage"]]
     if document["quantised"] is not None and None not in stored:
         yield Text(

@@ -15,9 +15,9 @@ from sarathi_pp.core.cost.sizing import inflight, saturation, typical_load
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.mlp import read_mlp
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.dtypes import Dtypes
+from sarathi_pp.model.shapes.layers import read_layer_shapes
 from sarathi_pp.outputs.profile_file import read_profile
 
 
@@ -91,21 +91,14 @@ def estimated_cost(
         speed: speed of every stage's device, or one per stage; None to use typical speeds of this kind of device.
         shards: number of ranks that hold each stage together (tensor parallelism).
     """
-    mlp = read_mlp(model_dir, facts)
     return estimate_cost(
         layers,
+        shapes=read_layer_shapes(model_dir, facts),
         hidden_size=facts.hidden_size,
-        intermediate_size=mlp.width,
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
         weight_bytes=_item_bytes(dtypes.weights),
         compute_bytes=_item_bytes(dtypes.compute),
         speed=speed or DEVICE_SPEEDS[device],
-        mlp_matrices=mlp.matrices,
-        num_experts=mlp.num_experts,
-        experts_per_token=mlp.experts_per_token,
         page_size=page_size,
         shards=shards,
     )

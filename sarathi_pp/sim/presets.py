@@ -5,6 +5,8 @@ from __future__ import annotations
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.sim.h100_hosts import h100_hosts
+from sarathi_pp.sim.published_models import deepseek_v3, qwen3_5_397b
 
 
 def gpt3_a100_tp8pp8() -> Profile:
@@ -55,7 +57,43 @@ def gpt3_a100_tp8pp8() -> Profile:
     )
 
 
-PRESETS = {"gpt3-a100-tp8pp8": gpt3_a100_tp8pp8}
+def deepseek_v3_h100_tp8pp2() -> Profile:
+    """Return DeepSeek-V3 on 16 H100, with FP8 weights as they are published: 671 GB, at most 45 GB per GPU.
+
+    This runtime loads FP8 weights as bfloat16. They would take 1.34 TB, and 16 H100 have 1.28 TB. So the preset assumes
+    layers that keep FP8. Tensor parallelism is assumed too: this runtime does not have it for latent attention.
+    """
+    return h100_hosts(deepseek_v3(), 2, weight_bytes=1)
+
+
+def deepseek_v3_h100_tp8pp4() -> Profile:
+    """Return DeepSeek-V3 on 32 H100, with bfloat16 weights as this runtime loads them: 1.34 TB.
+
+    A GPU has at most 45 GB of them. Tensor parallelism is assumed: this runtime does not have it for latent attention.
+    """
+    return h100_hosts(deepseek_v3(), 4, weight_bytes=2)
+
+
+def qwen3_5_397b_h100_tp8pp2() -> Profile:
+    """Return Qwen3.5-397B-A17B on 16 H100, with bfloat16 weights: 793 GB, at most 53 GB per GPU.
+
+    The 2 KV heads are stored four times each, because every one of 8 GPUs needs one. Tensor parallelism is assumed.
+    """
+    return h100_hosts(qwen3_5_397b(), 2, weight_bytes=2)
+
+
+def qwen3_5_397b_h100_tp8pp4() -> Profile:
+    """Return Qwen3.5-397B-A17B on 32 H100, with bfloat16 weights: at most 28 GB per GPU. See the preset of 16 H100."""
+    return h100_hosts(qwen3_5_397b(), 4, weight_bytes=2)
+
+
+PRESETS = {
+    "gpt3-a100-tp8pp8": gpt3_a100_tp8pp8,
+    "deepseek-v3-h100-tp8pp2": deepseek_v3_h100_tp8pp2,
+    "deepseek-v3-h100-tp8pp4": deepseek_v3_h100_tp8pp4,
+    "qwen3.5-397b-h100-tp8pp2": qwen3_5_397b_h100_tp8pp2,
+    "qwen3.5-397b-h100-tp8pp4": qwen3_5_397b_h100_tp8pp4,
+}
 
 
 def preset(name: str) -> Profile:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sarathi_pp.config import ResolvedRun, RunConfig
+from sarathi_pp.core.cost.model import LayerCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import MOST_TOKENS, saturation
 from sarathi_pp.core.policy.calibration import make_timetable
@@ -30,6 +31,7 @@ from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.outputs.profile_file import write_profile
 from sarathi_pp.outputs.run_directory import RunDirectory
+from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.run.display import Display
 from sarathi_pp.run.ending import Ending, exit_code, handle_signals
 from sarathi_pp.run.joining import joined, ready
@@ -82,7 +84,7 @@ def run_profile(
                         finished = rank.finish()
                 if finished is not None:
                     with display.activity.phase("fitting the cost model"):
-                        found = finished.keep([_write_profile(rank.run, facts, finished.traces[0], output)])
+                        found = finished.keep([_write_profile(rank, facts, finished.traces[0], output)])
             if found is not None:
                 display.show(found)
     return ending.code
@@ -120,17 +122,18 @@ def _rows(run: ResolvedRun, facts: ModelFacts) -> list[Row]:
     return rows
 
 
-def _write_profile(run: ResolvedRun, facts: ModelFacts, traces: Sequence[Path], output: Path) -> dict[str, Any]:
+def _write_profile(rank: Rank, facts: ModelFacts, traces: Sequence[Path], output: Path) -> dict[str, Any]:
     """Compute the profile from the traces, and write it. Return it as JSON, with further figures for the user.
 
     Raises:
         ConfigError: see `measure`.
         OutputError: the profile cannot be written.
     """
+    run = rank.run
     dtype: torch.dtype = getattr(torch, run.dtype)
     warm_up = make_timetable(limits_of(run, facts), run.seed).warm_up
     measurement = measure([list(read_trace(trace)) for trace in traces], warm_up, facts.hidden_size * dtype.itemsize)
-    profile = _profile(run, facts, measurement, dtype)
+    profile = _profile(run, facts, measurement, dtype, _layer_costs(rank.checked, run))
     write_profile(output, profile)
     return {
         **profile.to_json(),
@@ -141,7 +144,29 @@ def _write_profile(run: ResolvedRun, facts: ModelFacts, traces: Sequence[Path], 
     }
 
 
-def _profile(run: ResolvedRun, facts: ModelFacts, measurement: Measurement, dtype: torch.dtype) -> Profile:
+def _layer_costs(checked: Preflight, run: ResolvedRun) -> tuple[LayerCost, ...]:
+    """Return how the layers of a stage divide its time, by the estimate. A calibration measures only whole stages."""
+    if checked.model_dir is None:
+        assert checked.profile is not None, "stages without a model have a profile"
+        return checked.profile.cost.layer_costs
+    return estimated_cost(
+        checked.model_dir,
+        checked.facts,
+        run.layers,
+        dtypes=checked.dtypes,
+        device=run.device,
+        page_size=run.page_size,
+        shards=run.tensor_parallel_size,
+    ).layer_costs
+
+
+def _profile(
+    run: ResolvedRun,
+    facts: ModelFacts,
+    measurement: Measurement,
+    dtype: torch.dtype,
+    layer_costs: tuple[LayerCost, ...],
+) -> Profile:
     held = facts.sharded(run.tensor_parallel_size)
 
     def sized(layers: tuple[int, int]) -> int:
@@ -155,7 +180,7 @@ def _profile(run: ResolvedRun, facts: ModelFacts, measurement: Measurement, dtyp
         dtype=run.dtype,
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
-        cost=replace(model, stages=stages),
+        cost=replace(model, stages=stages, layer_costs=layer_costs),
         link_latency_s=measurement.link.latency_s,
         link_bytes_per_s=measurement.link.bytes_per_s,
         links=measurement.links,

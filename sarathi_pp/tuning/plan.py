@@ -14,6 +14,7 @@ from typing import Any
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.layer_shape import count_kinds
 from sarathi_pp.model.checkpoint.support import check_shards
 from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.model.memory import in_gib
@@ -146,6 +147,7 @@ class _Document:
         return {
             "stage": stage,
             "layers": list(candidate.run.layers[stage]),
+            "layer_kinds": self._kinds(candidate.run.layers[stage]),
             "device": devices[stage * self.config.tensor_parallel_size].title if devices else candidate.run.device,
             "microbatch_s": candidate.microbatch_s[stage],
             "weights_bytes": memory.weights[stage],
@@ -160,6 +162,11 @@ class _Document:
             "free_bytes": None if room is None else room - total,
             "short_bytes": max(0, memory.short[stage]),
         }
+
+    def _kinds(self, layers: tuple[int, int]) -> str | None:
+        """Return how many layers each kind has, such as "12 linear, 4 attention"; None if all layers are alike."""
+        costs = self.candidate.profile.cost.layer_costs[slice(*layers)]
+        return count_kinds(layer.kind for layer in costs) or None
 
     def _verdict(self) -> str:
         run, memory = self.candidate.run, self.candidate.memory

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from sarathi_pp.bench.floor import Floor, shared_tokens
 from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
+from sarathi_pp.layer_shape import LayerShape
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 24,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 3,
-    "vocab_size": 50,
-    "weight_bytes": 2,
-}
 FLOPS, BYTES_PER_S, LAYERS = 1e6, 1e3, 3
+LAYER = LayerShape.plain(hidden_size=8, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=3)
 SPEED = DeviceSpeed({2: FLOPS, 4: FLOPS}, BYTES_PER_S, tile=1, layer_s=0.0, attention_share=1.0)
-WHOLE = estimate_cost([(0, LAYERS)], **SHAPE, speed=SPEED)
+WHOLE = estimate_cost([(0, LAYERS)], shapes=[LAYER] * LAYERS, hidden_size=8, vocab_size=50, weight_bytes=2, speed=SPEED)
 WEIGHTS = 8 * (4 + 2 + 2) * 3 + 4 * 3 * 8 + 3 * 8 * 24
 
 

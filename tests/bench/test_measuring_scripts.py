@@ -383,6 +383,36 @@ def test_weights_of_llamas(load: Load) -> None:
     assert {name: round(size, 1) for name, size in billions.items()} == {"8b": 8.0, "70b": 70.6, "405b": 405.8}
 
 
+def test_hosts_of_h100_are_simulated_with_each_policy(load: Load) -> None:
+    script = load("simulate_h100")
+    profile = script.preset("qwen3.5-397b-h100-tp8pp2")
+    row = script.describe("qwen", profile)
+    assert sum(row["split"]) == 60 and len(row["kinds"]) == 2
+    spec = "uniform:n=16,min=256,max=512,pd=8"
+    row["policies"] = [script.simulate_policy(profile, policy, spec) for policy in ("orca", "sarathi")]
+    orca, sarathi = row["policies"]
+    assert orca["chunk_size"] is None and sarathi["chunk_size"] in script.CHUNK_SIZES
+    assert max(sarathi["tokens_per_s_by_chunk_size"].values()) == sarathi["tokens_per_s"] > 0
+    assert len(list(script.lines([{**row, "preset": "qwen"}]))) == 4
+
+
+def test_the_efficiency_of_a_long_prompt_is_that_of_its_speedup(load: Load) -> None:
+    script = load("simulate_long_prompts")
+    script.HOSTS, script.POLICIES = (2,), ("sarathi", "sglang:dynamic=1", "balanced")
+    found = script.simulate_length("expanded", 65_536)
+    alone, (fixed, shrinking, balanced) = found["one_host"], found["rows"]
+    assert alone["bubble_ratio"] == pytest.approx(0, abs=1e-3)
+    for row in (fixed, shrinking, balanced):
+        assert row["efficiency"] == pytest.approx(alone["wall_s"] / row["wall_s"] / 2)
+        assert 0.8 < row["efficiency"] < 1
+        assert row["wall_s"] == min(row["wall_s_by_chunk_size"].values())
+    assert fixed["smallest_chunk"] == fixed["largest_chunk"] == fixed["chunk_size"]
+    assert shrinking["smallest_chunk"] < 0.9 * shrinking["largest_chunk"]
+    slow = script.best_of("absorbed", 1, "sarathi", 65_536)
+    assert slow["wall_s"] > 1.5 * alone["wall_s"]
+    assert len(list(script.lines([found]))) == 2 + 4
+
+
 def run_of(commit: str, number: int, speed: float, token_ids: list[list[int]], stolen: float = 0.0) -> Run:
     report = {
         "total_tokens_per_s": speed,

@@ -19,6 +19,7 @@ from sarathi_pp.trace.events import Compute
 from sarathi_pp.trace.recorder import read_trace
 from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, run, torchrun
 from tests.machine import patient
+from tests.model.families import write_checkpoint
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -175,3 +176,12 @@ def test_what_cannot_be_profiled_is_refused(options: tuple[str, ...], code: int,
     assert done.returncode == code, done.stderr
     assert message in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
     assert (tmp_path / "there.json").read_text() == "{}" and not (tmp_path / "p.json").exists()
+
+
+def test_a_profile_of_unequal_layers_has_their_estimated_costs(tmp_path: Path) -> None:
+    write_checkpoint("deepseek_v3", tmp_path / "model")
+    options = ("--model", "model", "--stages", "2", "-o", "profile.json", "--kv-cache-memory", "1MiB")
+    run((*COMMAND, "profile", *options, "--max-num-seqs", "4", "--max-model-len", "64"), tmp_path, timeout_s=170)
+    profile = Profile.from_json(json.loads((tmp_path / "profile.json").read_text()))
+    kinds = [layer.kind.removeprefix("latent attention with ") for layer in profile.cost.layer_costs]
+    assert kinds == ["an MLP", "an MLP", "experts", "experts", "experts"]

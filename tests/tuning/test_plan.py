@@ -379,3 +379,54 @@ def test_a_quantised_model_is_planned_with_the_memory_of_its_floats(tmp_path: Pa
 def test_requests_that_share_pages_get_more_seats(tmp_path: Path, workload: str, seats: int, noted: str | None) -> None:
     notes = plan(tmp_path, workload=workload, max_num_seqs=seats)["notes"]
     assert (len(notes) == 1 and noted in notes[0]) if noted else notes == []
+
+
+# Six layers with wide MLPs. Then come experts, of which a token uses a small part.
+UNEQUAL = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 12,
+    "first_k_dense_replace": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
+}
+
+
+def test_unequal_layers_are_split_by_time_and_their_kinds_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(UNEQUAL))
+    found = plan(tmp_path, None, model=str(tmp_path), device="cpu", kv_cache_memory_bytes=64 << 20)
+    kinds = [stage["layer_kinds"] for stage in found["per_stage"]]
+    first, last = found["layer_split"]
+    assert first < 6 < last
+    assert kinds == [
+        f"{first} latent attention with an MLP",
+        f"{6 - first} latent attention with an MLP, 6 latent attention with experts",
+    ]
+    file = StringIO()
+    Console(file=file, width=120).print(render_plan(found))
+    assert f"stage 0: {kinds[0]}\n  stage 1: {kinds[1]}\n" in file.getvalue()
+    even = plan(tmp_path, None, model=str(tmp_path), layer_split="even", device="cpu", kv_cache_memory_bytes=64 << 20)
+    slowest = [max(stage["microbatch_s"] for stage in one["per_stage"]) for one in (found, even)]
+    assert slowest[0] < 0.9 * slowest[1]
+
+
+def test_equal_layers_have_no_kinds(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    assert [stage["layer_kinds"] for stage in found["per_stage"]] == [None, None]
+    file = StringIO()
+    Console(file=file, width=120).print(render_plan(found))
+    assert "layers differ" not in file.getvalue()

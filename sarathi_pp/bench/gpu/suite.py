@@ -27,6 +27,7 @@ from sarathi_pp.bench.gpu.plan import DECODE_SHARE, PREFILL_SHARE, Bench, Figure
 from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
 from sarathi_pp.distributed.transport import start_nccl_alone
 from sarathi_pp.errors import ConfigError
+from sarathi_pp.layer_shape import LayerShape
 from sarathi_pp.model.attention import BACKENDS, why_not
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.trace.clock import Clock
@@ -144,13 +145,17 @@ def profile(bench: Bench, figures: Figures) -> None:
         tile=128 if bench.on_gpu else 1,
         layer_s=0.0,  # included in both shares
     )
-    cost = estimate_cost(
-        [(0, shape.num_layers)],
+    layer = LayerShape.plain(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
+    )
+    cost = estimate_cost(
+        [(0, shape.num_layers)],
+        shapes=[layer] * shape.num_layers,
+        hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         weight_bytes=itemsize,
         speed=speed,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.model import CostModel, LayerCost, StageCost
+from sarathi_pp.layer_shape import LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,54 +83,56 @@ DEVICE_SPEEDS: Mapping[str, DeviceSpeed] = {
 }
 
 
+# FLOP per number of a recurrent state and token: read with the key, updated with the value, and read with the query.
+_STATE_FLOP = 6
+# Bytes per number of a recurrent state that a decode moves: it reads and writes float32.
+_STATE_BYTES = 8
+
+
 def estimate_cost(
     layers: Sequence[tuple[int, int]],
     *,
+    shapes: Sequence[LayerShape],
     hidden_size: int,
-    intermediate_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
     vocab_size: int,
     weight_bytes: int,
     compute_bytes: int | None = None,
     speed: DeviceSpeed | Sequence[DeviceSpeed],
-    mlp_matrices: int = 3,
-    num_experts: int = 1,
-    experts_per_token: int = 1,
     page_size: int = 16,
     shards: int = 1,
 ) -> CostModel:
     """Return a cost model from a model's shape. It shows which option is faster; its times may be wrong by a factor.
 
-        h, d, i   hidden_size, head_dim, intermediate_size
-        w         weights of a layer: h*(heads + 2*kv_heads)*d + heads*d*h + experts * mlp_matrices*h*i
-        w_active  the part of w that one token uses
+    A stage's coefficients are sums over its layers. Those of one layer (`LayerShape`) are:
 
-        a0   launches, and reading that is not hidden    layers * (layer_s + (1 - hidden) * w * bytes / bandwidth)
-        a1   a tile of tokens, 2 FLOP per weight         layers * 2 * w_active * tile / flops
-        ridge   every weight is read once; the hidden    hidden * (w * bytes / bandwidth) / (2 * w_active / flops)
+        a0   launches, and reading that is not hidden    layer_s + (1 - hidden) * weights * bytes / bandwidth
+        a1   a tile of tokens, 2 FLOP per weight, and    tile * (2 * token_weights / flops
+             6 per number of a recurrent state                   + 6 * state_values / (flops * share))
+        ridge   every weight is read once; the hidden    hidden * (weights * bytes / bandwidth) / (time of a token)
                 part takes as long as this many tokens
-        a2   4 FLOP per channel, query and key           layers * 4 * heads*d / (flops * share)
-        a3   a key and a value are read                  layers * 2 * kv_heads*d * bytes / bandwidth
+        a2   2 FLOP per channel, query and key           2 * score_channels / (flops * share)
+        a3   keys and values are read, and those of      the larger of token_values * bytes / bandwidth
+             latents (MLA) multiplied meanwhile          and 2 * decode_channels / flops
+        a4   the state is read and written in float32    8 * state_values / bandwidth
         LM head   its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops. The two
                   times are added up: with few rows, reading does not overlap with computing.
 
-    Each shard has a T-th of weights, heads and keys, and all of the LM head. With several shards, every layer adds up
-    hidden states over them twice, after attention and after the MLP. The fixed time of these sums is in a0, and the
-    time of their bytes is in a1.
+    Each shard has a T-th of weights, heads and states, and all of the LM head. It stores a T-th of the keys, but at
+    least one KV head, and latents in full. With several shards, every layer adds up hidden states over them twice,
+    after attention and after the MLP. The fixed time of these sums is in a0, and the time of their bytes is in a1.
 
     The ridge is in whole tiles, and the smallest of the stages' ridges counts. The hidden reading that takes longer
-    than the ridge is added to a0 too. On equal stages that is less than the time of one tile. On an A100 all reading
-    takes less than that, so the ridge is 0. The embedding is a lookup and costs nothing.
+    than the ridge is added to a0 too. On equal stages that is less than the time of one tile. If layers differ, it may
+    be much more on the other stages, and they are then estimated too slow for microbatches above the ridge. For a dense
+    model on an A100, all reading takes less than one tile, so the ridge is 0. The embedding is a lookup and costs
+    nothing.
 
     Args:
         layers: layers [first, end) of each stage.
+        shapes: the shape of each layer of the model.
         weight_bytes: bytes of one weight in memory.
         compute_bytes: bytes of a number of the computation, such as a key or value; None for weight_bytes.
         speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
-        mlp_matrices: 3 with a gate, 2 without.
-        num_experts: experts per layer, each of intermediate_size.
         shards: T, the number of ranks that compute each stage together. Coefficients and page_bytes are those of one of
             these ranks.
     """
@@ -137,35 +140,104 @@ def estimate_cost(
     assert len(speeds) == len(layers), f"{len(speeds)} speeds for {len(layers)} stages"
     assert shards == 1 or all(own.sums is not None for own in speeds), "the speed of sums is not known"
     assert len({own.tile for own in speeds}) == 1, "stages have one tile"
-    attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    expert = mlp_matrices * hidden_size * intermediate_size
-    read_bytes = (attention + num_experts * expert) / shards * weight_bytes
-    token_flops = 2 * (attention + experts_per_token * expert) / shards
     compute_bytes = compute_bytes or weight_bytes
-    kv_bytes = 2 * (num_kv_heads // shards) * head_dim * compute_bytes
     size = 2 if compute_bytes <= 2 else 4
-    tile = speeds[0].tile
-    tiles_read = min(
-        int(own.hidden_share * read_bytes / own.bytes_per_s / (token_flops / own.flops[size] * tile)) for own in speeds
-    )
+    sum_bytes = hidden_size * compute_bytes
 
-    def stage_cost(first: int, end: int, own: DeviceSpeed) -> StageCost:
-        token_s, count = token_flops / own.flops[size], end - first
-        sums_s = 2 * own.sums.fixed_s(shards) if own.sums is not None else 0.0
-        sums_token_s = 2 * own.sums.byte_s(shards) * hidden_size * compute_bytes if own.sums is not None else 0.0
-        return StageCost(
-            (first, end),
-            a0=count * (read_bytes / own.bytes_per_s - tiles_read * token_s * tile + own.layer_s + sums_s),
-            a1=count * (token_s + sums_token_s) * tile,
-            a2=count * 4 * num_heads / shards * head_dim / (own.attention_share * own.flops[size]),
-            a3=count * kv_bytes / own.bytes_per_s,
-            a4=0.0,
-            page_bytes=count * kv_bytes * page_size,
-        )
+    def estimate_stages(spans: Sequence[tuple[int, int]], devices: Sequence[DeviceSpeed]) -> CostModel:
+        means = [_MeanLayer.of(shapes[first:end], shards, weight_bytes, compute_bytes) for first, end in spans]
+        pairs = list(zip(means, devices, strict=True))
+        tiles_read = min(mean.tiles_read(own, size) for mean, own in pairs)
+        stages = [
+            mean.stage_cost(span, own, size, tiles_read, _sums_s(own, sum_bytes, shards), page_size)
+            for span, (mean, own) in zip(spans, pairs, strict=True)
+        ]
+        return CostModel(devices[0].tile, tuple(stages), ridge=tiles_read * devices[0].tile)
 
-    stages = [stage_cost(first, end, own) for (first, end), own in zip(layers, speeds, strict=True)]
-    head_weights = hidden_size * vocab_size
+    model = estimate_stages(layers, speeds)
+    head_weights, last = hidden_size * vocab_size, model.stages[-1]
     head_read_s = head_weights * weight_bytes / speeds[-1].bytes_per_s
     head_s = 2 * head_weights / speeds[-1].flops[size]
-    stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head_read_s, head_s=head_s)
-    return CostModel(tile, tuple(stages), ridge=tiles_read * tile)
+    stages = (*model.stages[:-1], replace(last, a0=last.a0 + head_read_s, head_s=head_s))
+    layer_costs: tuple[LayerCost, ...] = ()
+    if len(set(shapes)) > 1:
+        each = estimate_stages([(index, index + 1) for index in range(len(shapes))], [speeds[0]] * len(shapes)).stages
+        layer_costs = tuple(LayerCost.of(shape.kind, stage) for shape, stage in zip(shapes, each, strict=True))
+    return replace(model, stages=stages, layer_costs=layer_costs)
+
+
+def _sums_s(own: DeviceSpeed, sum_bytes: int, shards: int) -> tuple[float, float]:
+    """Return the seconds of a layer's sums over its shards: those of a microbatch, and those of each token.
+
+    Args:
+        sum_bytes: bytes of a token's hidden state.
+    """
+    return (
+        (2 * own.sums.fixed_s(shards), 2 * own.sums.byte_s(shards) * sum_bytes) if own.sums is not None else (0.0, 0.0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _MeanLayer:
+    """The mean work of a stage's layers on one shard.
+
+    Attributes:
+        count: number of layers.
+        kv_bytes: bytes of keys and values per token, all layers together.
+    """
+
+    count: int
+    read_bytes: float
+    token_flop: float
+    score_flop: float
+    decode_flop: float
+    state_values: float
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: int, compute_bytes: int) -> _MeanLayer:
+        count = len(shapes)
+        return cls(
+            count,
+            sum(shape.weights for shape in shapes) / count / shards * weight_bytes,
+            2 * (sum(shape.token_weights for shape in shapes) / count) / shards,
+            2 * (sum(shape.score_channels for shape in shapes) / count) / shards,
+            2 * (sum(shape.decode_channels for shape in shapes) / count) / shards,
+            sum(shape.state_values for shape in shapes) / count / shards,
+            sum(shape.shard_values(shards) for shape in shapes) * compute_bytes,
+        )
+
+    def tiles_read(self, own: DeviceSpeed, size: int) -> int:
+        """Return the tiles of tokens that take as long as the hidden part of reading the weights."""
+        return int(own.hidden_share * self.read_bytes / own.bytes_per_s / (self._token_s(own, size) * own.tile))
+
+    def stage_cost(
+        self,
+        span: tuple[int, int],
+        own: DeviceSpeed,
+        size: int,
+        tiles_read: int,
+        sums_s: tuple[float, float],
+        page_size: int,
+    ) -> StageCost:
+        """Return the coefficients of the stage, without the LM head.
+
+        Args:
+            size: bytes of a number of the computation, 2 or 4.
+            tiles_read: the ridge, in tiles.
+            sums_s: see `_sums_s`.
+        """
+        count, token_s, flops = self.count, self._token_s(own, size), own.flops[size]
+        read_s = self.read_bytes / own.bytes_per_s
+        return StageCost(
+            span,
+            a0=count * (read_s - tiles_read * token_s * own.tile + own.layer_s + sums_s[0]),
+            a1=count * (token_s + sums_s[1]) * own.tile,
+            a2=count * self.score_flop / (own.attention_share * flops),
+            a3=max(self.kv_bytes / own.bytes_per_s, count * self.decode_flop / flops),
+            a4=count * _STATE_BYTES * self.state_values / own.bytes_per_s,
+            page_bytes=self.kv_bytes * page_size,
+        )
+
+    def _token_s(self, own: DeviceSpeed, size: int) -> float:
+        return (self.token_flop + _STATE_FLOP * self.state_values / own.attention_share) / own.flops[size]

@@ -119,6 +119,28 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCost:
+    """The coefficients of one layer relative to those of the other layers of its model. Only their ratios count.
+
+    Attributes:
+        kind: kind of the layer, for the user.
+    """
+
+    kind: str
+    a0: float
+    a1: float
+    a2: float
+    a3: float
+    a4: float
+    page_bytes: int
+
+    @classmethod
+    def of(cls, kind: str, stage: StageCost) -> LayerCost:
+        """Return the coefficients of a stage that has this layer alone."""
+        return cls(kind, stage.a0, stage.a1, stage.a2, stage.a3, stage.a4, stage.page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class CostModel:
     """The cost of a microbatch on each stage of a pipeline.
 
@@ -126,11 +148,13 @@ class CostModel:
         tile: number of tokens that linear layers compute in one step.
         stages: the coefficients of each stage, first stage first.
         ridge: on every stage, fewer tokens take as long as this number of tokens. 0 means no ridge.
+        layer_costs: how the layers of a stage divide its time among them. Empty if all layers are alike.
     """
 
     tile: int
     stages: tuple[StageCost, ...]
     ridge: int = 0
+    layer_costs: tuple[LayerCost, ...] = ()
 
     def tiles(self, num_tokens: int) -> int:
         """Return the number of tiles that linear layers compute for a microbatch of `num_tokens` tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.model import CostModel, LayerCost, StageCost
 from sarathi_pp.errors import InputError
 
 SCHEMA = "sarathi-pp/profile/1"
@@ -106,6 +106,11 @@ class Profile:
             "page_size": self.page_size,
             "max_num_seqs": self.max_num_seqs,
             "error": self.error,
+            **(
+                {"layer_costs": [asdict(layer) for layer in layer_costs]}
+                if (layer_costs := self.cost.layer_costs)
+                else {}
+            ),
             **({"links": [asdict(link) for link in self.links]} if self.links else {}),
             **({"tensor_parallel_size": self.tensor_parallel_size} if self.tensor_parallel_size > 1 else {}),
         }
@@ -136,6 +141,7 @@ class Profile:
                 _whole(data, "tile"),
                 tuple(_stage(stage) for stage in stages),
                 ridge=_whole(data, "ridge", least=0) if "ridge" in data else 0,
+                layer_costs=_layer_costs(data.get("layer_costs", []), _whole(data, "num_layers")),
             ),
             link_latency_s=_real(link, "latency_s"),
             link_bytes_per_s=_real(link, "bytes_per_s", above=0.0),
@@ -161,6 +167,26 @@ def _stage(data: Mapping[str, Any]) -> StageCost:
     head_s = _real(data, "head_s") if "head_s" in data else 0.0
     page_bytes = _whole(data, "page_bytes", least=0) if "page_bytes" in data else 0
     return StageCost((layers[0], layers[1]), a0, a1, a2, a3, a4, head_s, page_bytes)
+
+
+def _layer_costs(data: object, num_layers: int) -> tuple[LayerCost, ...]:
+    """Return the relative costs of the layers. They are empty if the profile has none, because all layers are alike."""
+    if not isinstance(data, list) or not all(isinstance(layer, dict) for layer in data):
+        raise InputError("the profile's 'layer_costs' must be a list with one object for each layer")
+    if len(data) not in (0, num_layers):
+        raise InputError(f"the profile's 'layer_costs' has {len(data)} entries; the model has {num_layers} layers")
+    return tuple(
+        LayerCost(
+            _text(layer, "kind"),
+            _real(layer, "a0", above=0.0),
+            _real(layer, "a1", above=0.0),
+            _real(layer, "a2"),
+            _real(layer, "a3"),
+            _real(layer, "a4"),
+            _whole(layer, "page_bytes", least=0),
+        )
+        for layer in data
+    )
 
 
 def _links(data: object, num_stages: int) -> tuple[EdgeLink, ...]:

@@ -1,12 +1,14 @@
 """The cost model for another split of the layers over the stages.
 
-The cost of the embedding stays on the first stage, and that of the LM head on the last. Layers share the other cost.
+The cost of the embedding stays on the first stage, and that of the LM head on the last. Layers share the other cost: in
+equal parts if they are alike, and otherwise in the proportion of their own costs (CostModel.layer_costs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from sarathi_pp.core.cost.model import CostModel, Load, StageCost
 from sarathi_pp.core.partition import StageSeconds
@@ -25,9 +27,10 @@ def repartition(cost: CostModel, layers: Sequence[tuple[int, int]]) -> CostModel
         return cost
     inner, embed, head = _without_ends(cost, len(layers))
     if len(layers) == len(inner.stages):
-        stages = [_sum(span, [(stage, _count(span))]) for span, stage in zip(layers, inner.stages, strict=True)]
+        stages = [_sum(inner, span, [(stage, span)]) for span, stage in zip(layers, inner.stages, strict=True)]
     else:
-        stages = [_sum(span, ((stage, _shared(span, stage.layers)) for stage in inner.stages)) for span in layers]
+        shared = ([(stage, _overlap(span, stage.layers)) for stage in inner.stages] for span in layers)
+        stages = [_sum(inner, span, parts) for span, parts in zip(layers, shared, strict=True)]
     sampling_s = sum(stage.head_s for stage in cost.stages)
     stages[-1] = replace(stages[-1], a0=stages[-1].a0 + head.a0, head_s=sampling_s)
     stages[0] = replace(stages[0], a0=stages[0].a0 + embed.a0, a1=stages[0].a1 + embed.a1)
@@ -42,22 +45,52 @@ def stage_seconds(cost: CostModel, load: Load, num_stages: int) -> StageSeconds:
     inner, embed, head = _without_ends(cost, num_stages)
     sampling_s = cost.stages[-1].head_s * load.decodes
     embed_s = embed.a0 + embed.a1 * cost.tiles(load.num_tokens)
-    layer_s: list[float] = []  # per layer, one entry per stage
-    for index, stage in enumerate(inner.stages):
-        # Rounding must not make this negative: a stage with an added layer takes no less.
-        layers_s = max(0.0, inner.seconds(index, load) - stage.head_s * load.decodes)
-        layer_s.append(layers_s / _count(stage.layers))
+    timed = [_LayerTimes.of(inner, index, load) for index in range(len(inner.stages))]
     num_layers = cost.stages[-1].layers[1]
 
     def seconds(stage: int, first: int, end: int) -> float:
-        if num_stages == len(layer_s):
-            layers_s = (end - first) * layer_s[stage]
+        if num_stages == len(timed):
+            layers_s = timed[stage].seconds((first, end))
         else:
-            parts = zip(inner.stages, layer_s, strict=True)
-            layers_s = sum(_shared((first, end), own.layers) * own_s for own, own_s in parts)
+            parts = zip(inner.stages, timed, strict=True)
+            layers_s = sum(times.seconds(_overlap((first, end), own.layers)) for own, times in parts)
         return layers_s + embed_s * (first == 0) + (head.a0 + sampling_s) * (end == num_layers)
 
     return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTimes:
+    """The times of all layers of the model on one stage's machine.
+
+    Attributes:
+        mean_s: mean seconds of the stage's own layers.
+        before: for each layer, the time of all earlier layers in units of mean_s. The last entry is that of all layers.
+    """
+
+    mean_s: float
+    before: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cost: CostModel, index: int, load: Load) -> _LayerTimes:
+        """Return the times for a load.
+
+        Args:
+            cost: the model without embedding and LM head.
+            index: index of the stage.
+        """
+        stage, num_layers = cost.stages[index], cost.stages[-1].layers[1]
+        # Rounding must not make this negative: a stage with an added layer takes no less.
+        mean_s = max(0.0, cost.seconds(index, load) - stage.head_s * load.decodes) / _count(stage.layers)
+        if not cost.layer_costs or mean_s == 0:
+            return cls(mean_s, tuple(map(float, range(num_layers + 1))))
+        row = cost.row(load)
+        alone = (_sum(cost, (layer, layer + 1), [(stage, (layer, layer + 1))]) for layer in range(num_layers))
+        return cls(mean_s, tuple(accumulate((layer.seconds(row) / mean_s for layer in alone), initial=0.0)))
+
+    def seconds(self, span: tuple[int, int]) -> float:
+        """Return the seconds of the layers [first, end)."""
+        return self.mean_s * (self.before[span[1]] - self.before[span[0]])
 
 
 # A stage's time per token can be measured if _TOKENS tokens take more than _FAIR_SHARE of their microbatch's time.
@@ -100,52 +133,69 @@ def _without_ends(cost: CostModel, num_stages: int) -> tuple[CostModel, _End, _E
     inner = stages[1:-1]
     if len(stages) > 1:
         others = inner or stages[:1]
-        slower = _rate(stages[-1:], "a1") / _rate(others, "a1") if all(map(told, [stages[-1], *others])) else 1.0
-        head = _End(a0=_excess(stages[-1], slower * _rate(others, "a0"), "a0"))
+        measured = all(map(told, [stages[-1], *others]))
+        slower = _rate(cost, stages[-1:], "a1") / _rate(cost, others, "a1") if measured else 1.0
+        head = _End(a0=_excess(cost, stages[-1], slower * _rate(cost, others, "a0"), "a0"))
         stages[-1] = replace(stages[-1], a0=stages[-1].a0 - head.a0)
     if inner and num_stages != len(stages):
         first = stages[0]
-        embed = _End(_excess(first, _rate(inner, "a0"), "a0"), _excess(first, _rate(inner, "a1"), "a1"))
+        embed = _End(*(_excess(cost, first, _rate(cost, inner, name), name) for name in ("a0", "a1")))
         stages[0] = replace(first, a0=first.a0 - embed.a0, a1=first.a1 - embed.a1)
     return replace(cost, stages=tuple(stages)), embed, head
 
 
-def _rate(stages: Sequence[StageCost], name: str) -> float:
-    """Return the value per layer of a coefficient, such as "a0", over these stages."""
-    found: float = sum(getattr(stage, name) for stage in stages) / sum(_count(stage.layers) for stage in stages)
+def _weight(cost: CostModel, span: tuple[int, int], name: str) -> float:
+    """Return how much of a coefficient, such as "a0", these layers have. The unit is the same for all layers."""
+    if not cost.layer_costs:
+        return _count(span)
+    found: float = sum(getattr(layer, name) for layer in cost.layer_costs[slice(*span)])
     return found
 
 
-def _excess(stage: StageCost, rate: float, name: str) -> float:
-    """Return the part of a stage's coefficient that exceeds `rate` per layer."""
-    found: float = max(0.0, getattr(stage, name) - rate * _count(stage.layers))
+def _rate(cost: CostModel, stages: Sequence[StageCost], name: str) -> float:
+    """Return a coefficient per unit of `_weight`, over these stages. It is 0 if their layers have no part in it."""
+    weight = sum(_weight(cost, stage.layers, name) for stage in stages)
+    found: float = sum(getattr(stage, name) for stage in stages) / weight if weight > 0 else 0.0
     return found
 
 
-def _sum(span: tuple[int, int], parts: Iterable[tuple[StageCost, int]]) -> StageCost:
+def _excess(cost: CostModel, stage: StageCost, rate: float, name: str) -> float:
+    """Return the part of a stage's coefficient that exceeds `rate` per unit of its layers' weight."""
+    found: float = max(0.0, getattr(stage, name) - rate * _weight(cost, stage.layers, name))
+    return found
+
+
+_COEFFICIENTS = ("a0", "a1", "a2", "a3", "a4")
+
+
+def _sum(cost: CostModel, span: tuple[int, int], parts: Iterable[tuple[StageCost, tuple[int, int]]]) -> StageCost:
     """Return the cost of the layers [first, end) of `span`, without the LM head.
 
     Args:
-        parts: stages, each with the number of layers of the span that cost as much as its own layers.
+        parts: stages, each with the layers of the span that run as fast as its own layers.
     """
-    cost = StageCost(span, 0.0, 0.0, 0.0, 0.0, 0.0)
+    sums, page_bytes = dict.fromkeys(_COEFFICIENTS, 0.0), 0
     for stage, layers in parts:
-        share = layers / _count(stage.layers)
-        cost = replace(
-            cost,
-            a0=cost.a0 + share * stage.a0,
-            a1=cost.a1 + share * stage.a1,
-            a2=cost.a2 + share * stage.a2,
-            a3=cost.a3 + share * stage.a3,
-            a4=cost.a4 + share * stage.a4,
-            page_bytes=cost.page_bytes + round(share * stage.page_bytes),
-        )
-    return cost
+        for name in _COEFFICIENTS:
+            sums[name] += _part(cost, stage, layers, name)
+        page_bytes += round(_part(cost, stage, layers, "page_bytes"))
+    return StageCost(span, **sums, page_bytes=page_bytes)
 
 
-def _shared(one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Return the number of layers that two spans [first, end) share."""
-    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+def _part(cost: CostModel, stage: StageCost, layers: tuple[int, int], name: str) -> float:
+    """Return the value of a coefficient for these layers, if they run as fast as those of the stage.
+
+    A stage without attention tells nothing about the time of attention. It then has the mean rate of all stages.
+    """
+    weight, own = _weight(cost, layers, name), _weight(cost, stage.layers, name)
+    found: float = weight / own * getattr(stage, name) if own > 0 else weight * _rate(cost, cost.stages, name)
+    return found
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """Return the layers [first, end) that two spans share. If they share none, first is end."""
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
 
 
 def _count(span: tuple[int, int]) -> int:

@@ -10,14 +10,20 @@ import pytest
 from sarathi_pp.core.cost.estimate import DEVICE_SPEEDS, SumSpeed, estimate_cost
 from sarathi_pp.core.cost.model import CostModel, Load
 from sarathi_pp.core.cost.repartition import repartition
+from sarathi_pp.layer_shape import LayerShape
 
 # The model of examples/benchmarks/measure_300m.py.
-SHAPE: dict[str, Any] = {
+SIZES: dict[str, int] = {
     "hidden_size": 1024,
     "intermediate_size": 3712,
     "num_heads": 16,
     "num_kv_heads": 8,
     "head_dim": 64,
+}
+LAYER = LayerShape.plain(**SIZES)
+SHAPE: dict[str, Any] = {
+    "shapes": [LAYER] * 16,
+    "hidden_size": 1024,
     "vocab_size": 32000,
     "weight_bytes": 2,
     "speed": DEVICE_SPEEDS["cpu"],
@@ -62,7 +68,8 @@ def test_each_term_counts_its_flops_or_its_bytes(device: str) -> None:
 
 def test_experts_are_all_read_and_only_some_computed() -> None:
     dense = estimate_cost([(0, 1), (1, 2)], **SHAPE)
-    sparse = estimate_cost([(0, 1), (1, 2)], **SHAPE, num_experts=8, experts_per_token=1)
+    experts = LayerShape.plain(**SIZES, num_experts=8, experts_per_token=1)
+    sparse = estimate_cost([(0, 1), (1, 2)], **SHAPE | {"shapes": [experts] * 2})
     assert sparse.stages[0].a1 == dense.stages[0].a1
     assert reading_s(sparse) > 4 * reading_s(dense)
 
@@ -134,8 +141,8 @@ def test_shards_are_worth_it_where_there_is_much_to_read() -> None:
     """Half of 300M weights saves less than a sum over gloo takes. Half of 70B over NVLink saves more."""
     small = [reading_s(estimate_cost([(0, 16)], **SHAPE, shards=shards)) for shards in (1, 2)]
     assert small[1] > 0.5 * small[0]
-    large = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64, "head_dim": 128}
-    large |= {"speed": DEVICE_SPEEDS["cuda"]}
+    sizes = SIZES | {"hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64, "head_dim": 128}
+    large = SHAPE | {"shapes": [LayerShape.plain(**sizes)] * 16, "hidden_size": 8192, "speed": DEVICE_SPEEDS["cuda"]}
     models = [estimate_cost([(0, 16)], **large, shards=shards) for shards in (1, 8)]
     whole, split = (model.stages[0] for model in models)
     assert reading_s(models[1]) < 0.3 * reading_s(models[0]) and split.a1 < 0.3 * whole.a1
@@ -149,3 +156,59 @@ def test_another_cut_of_sharded_stages_is_what_the_estimate_makes_of_it(cut: lis
     for load in (Load(256, 3e4, 0, 0), Load(0, 0, 30, 20_000)):
         for stage in range(len(cut)):
             assert again.seconds(stage, load) == pytest.approx(direct.seconds(stage, load), rel=1e-6)
+
+
+# A layer with a recurrent state, and one with a latent for all of its 64 heads and few other weights.
+STATE = LayerShape("linear", 3_000_000, 3_000_000, state_values=64_000)
+PRODUCTS = 64 * (2 * 128 + 32)
+LATENT = LayerShape("latent attention", 4_000_000, 4_000_000, PRODUCTS, PRODUCTS, token_values=128 + 32)
+MIXED = SHAPE | {"shapes": [STATE, STATE, LATENT, STATE], "weight_bytes": 2}
+
+
+@pytest.mark.parametrize("device", sorted(DEVICE_SPEEDS))
+def test_a_stage_of_unequal_layers_is_their_sum(device: str) -> None:
+    speed = DEVICE_SPEEDS[device]
+    model = estimate_cost([(0, 2), (2, 4)], **MIXED | {"speed": speed})
+    first, last = model.stages
+    state_s = (2 * 3e6 + 6 * 64_000 / speed.attention_share) / speed.flops[2]
+    assert first.a1 == pytest.approx(2 * speed.tile * state_s)
+    assert last.a1 == pytest.approx(speed.tile * (state_s + 2 * 4e6 / speed.flops[2]))
+    assert (first.a2, first.a3, first.page_bytes) == (0, 0, 0)
+    assert last.a2 == pytest.approx(2 * LATENT.score_channels / (speed.attention_share * speed.flops[2]))
+    assert last.page_bytes == 16 * 160 * 2
+    assert first.a4 == pytest.approx(2 * 8 * 64_000 / speed.bytes_per_s) == pytest.approx(2 * last.a4)
+
+
+def test_decodes_wait_for_the_products_with_latents_if_these_take_longer_than_reading_them() -> None:
+    speed = DEVICE_SPEEDS["cpu"]
+    products_s, read_s = 2 * LATENT.score_channels / speed.flops[2], 160 * 2 / speed.bytes_per_s
+    assert products_s > read_s
+    assert estimate_cost([(0, 4)], **MIXED).stages[0].a3 == pytest.approx(products_s)
+    fast = replace(speed, flops={2: 1e15})
+    assert estimate_cost([(0, 4)], **MIXED | {"speed": fast}).stages[0].a3 == pytest.approx(read_s)
+
+
+def test_the_smallest_ridge_of_unequal_stages_counts() -> None:
+    experts = LayerShape.plain(**SIZES, num_experts=8, experts_per_token=1)
+    equal, unequal = (
+        estimate_cost(HALVES, **SHAPE | {"shapes": one}) for one in ([LAYER] * 16, [LAYER] * 8 + [experts] * 8)
+    )
+    assert unequal.ridge == equal.ridge
+    assert estimate_cost(HALVES, **SHAPE | {"shapes": [experts] * 16}).ridge > 4 * equal.ridge
+
+
+def test_every_shard_stores_all_of_a_latent_and_a_part_of_the_heads() -> None:
+    whole, half = (estimate_cost([(0, 4)], **MIXED, shards=shards).stages[0] for shards in (1, 2))
+    assert half.page_bytes == whole.page_bytes
+    assert half.a4 == pytest.approx(whole.a4 / 2)
+    few = SHAPE | {"shapes": [replace(LAYER, kv_heads=2)] * 16}
+    parts = [estimate_cost([(0, 16)], **few, shards=shards).stages[0].page_bytes for shards in (1, 2, 8)]
+    assert parts == [parts[0], parts[0] // 2, parts[0] // 2]
+
+
+def test_layers_get_costs_of_their_own_only_if_they_differ() -> None:
+    assert estimate_cost(HALVES, **SHAPE).layer_costs == ()
+    costs = estimate_cost([(0, 4)], **MIXED).layer_costs
+    assert [cost.kind for cost in costs] == ["linear", "linear", "latent attention", "linear"]
+    assert [cost.a2 > 0 for cost in costs] == [False, False, True, False]
+    assert costs[0] == costs[3] and costs[2].a1 > costs[0].a1

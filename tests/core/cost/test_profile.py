@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sarathi_pp.core.cost.model import LayerCost
 from sarathi_pp.core.cost.profile import Drift, EdgeLink, Profile
 from sarathi_pp.errors import InputError
 from tests.core.cost.test_cost import COST
@@ -98,3 +99,20 @@ def test_a_bad_profile_names_what_is_wrong(path: list[Any], value: object, messa
 def test_what_is_no_object_is_refused() -> None:
     with pytest.raises(InputError, match="schema is 'list'"):
         Profile.from_json([])
+
+
+def test_costs_of_layers_come_back_and_are_as_many_as_layers() -> None:
+    layers = (
+        LayerCost("linear", 1e-3, 1e-5, 0.0, 0.0, 1e-4, 0),
+        LayerCost("attention", 2e-3, 1e-5, 1e-8, 1e-7, 0.0, 64),
+    )
+    assert "layer_costs" not in PROFILE.to_json()
+    profile = replace(PROFILE, cost=replace(COST, layer_costs=layers * 4))
+    data = json.loads(json.dumps(profile.to_json()))
+    assert Profile.from_json(data) == profile
+    with pytest.raises(InputError, match="'layer_costs' has 3 entries; the model has 8 layers"):
+        Profile.from_json(data | {"layer_costs": data["layer_costs"][:3]})
+    with pytest.raises(InputError, match="'a1' is 0; it must be above 0"):
+        Profile.from_json(data | {"layer_costs": [data["layer_costs"][0] | {"a1": 0}] * 8})
+    with pytest.raises(InputError, match="must be a list with one object for each layer"):
+        Profile.from_json(data | {"layer_costs": {}})

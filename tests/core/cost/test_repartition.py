@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sarathi_pp.core.cost.model import CostModel, Load, StageCost
+from sarathi_pp.core.cost.model import CostModel, LayerCost, Load, StageCost
 from sarathi_pp.core.cost.repartition import repartition, stage_seconds
+from sarathi_pp.core.partition import partition_by_time
 from tests.core.cost.test_cost import COST, loads
 
 # Equal layers: 1 ms, and 10 us per token. The embedding takes another 2 ms and 1 us per token, the head 5 ms and 0.3 ms
@@ -146,3 +148,49 @@ def test_a_layer_takes_its_share_of_its_stage(layers: list[tuple[int, int]]) -> 
 def test_the_own_cut_is_the_model_itself() -> None:
     """The result is equal to the last bit: adding up separate parts would round."""
     assert repartition(COST, [(0, 3), (3, 8)]) is COST
+
+
+# Two layers with a state, then one of attention, and so on. A layer of attention takes 3 ms, and has all the attention.
+STATE = LayerCost("linear", 1e-3, 1e-5, 0.0, 0.0, 2e-4, 0)
+ATTENTION = LayerCost("attention", 3e-3, 4e-5, 6e-8, 5e-7, 0.0, 64)
+HYBRID = (STATE, STATE, ATTENTION) * 4
+
+
+def true_stage(first: int, end: int, speed: float = 1.0, head_s: float = 0.0) -> StageCost:
+    """Return the cost of layers of HYBRID on a machine that takes `speed` times as long."""
+    layers = HYBRID[first:end]
+    a0, a1, a2, a3, a4 = (speed * sum(getattr(one, name) for one in layers) for name in ("a0", "a1", "a2", "a3", "a4"))
+    return StageCost((first, end), a0 + head_s, a1, a2, a3, a4, page_bytes=sum(one.page_bytes for one in layers))
+
+
+def measured_hybrid(bounds: list[int]) -> CostModel:
+    """Return the model as it was measured with these stages, whose layers are twice as slow as estimated."""
+    stages = [true_stage(first, end, 2.0, 5e-3 * (end == 12)) for first, end in pairwise(bounds)]
+    return CostModel(1, tuple(stages), layer_costs=HYBRID)
+
+
+@pytest.mark.parametrize("before", [[0, 4, 8, 12], [0, 3, 9, 12], [0, 6, 12]])
+@pytest.mark.parametrize("after", [[0, 1, 2, 12], [0, 2, 8, 12], [0, 5, 12], [0, 2, 3, 6, 12]])
+def test_unequal_layers_divide_the_time_of_their_stage(before: list[int], after: list[int]) -> None:
+    layers = list(pairwise(after))
+    found, direct = repartition(measured_hybrid(before), layers), measured_hybrid(after)
+    seconds = stage_seconds(measured_hybrid(before), LOAD, len(layers))
+    for stage, span in enumerate(layers):
+        assert found.seconds(stage, LOAD) == pytest.approx(direct.seconds(stage, LOAD))
+        assert seconds(stage, *span) == pytest.approx(direct.seconds(stage, LOAD))
+        assert found.stages[stage].page_bytes == direct.stages[stage].page_bytes
+
+
+def test_a_stage_that_had_no_attention_gets_its_time_from_the_others() -> None:
+    measured = measured_hybrid([0, 2, 7, 12])
+    assert measured.stages[0].a2 == 0
+    assert repartition(measured, [(0, 3), (3, 7), (7, 12)]).stages[0].a2 == pytest.approx(2 * ATTENTION.a2)
+
+
+def test_the_split_of_unequal_layers_has_equal_times() -> None:
+    """Six layers with a state, then three of attention, which take three times as long."""
+    costs = (STATE,) * 6 + (replace(STATE, a0=3e-3, a1=3e-5, a4=6e-4),) * 3
+    cost = CostModel(1, (StageCost((0, 9), 15e-3, 15e-5, 0.0, 0.0, 3e-3),), layer_costs=costs)
+    assert partition_by_time(9, 3, stage_seconds(cost, LOAD, 3)) == ((0, 5), (5, 7), (7, 9))
+    alike = replace(cost, layer_costs=())
+    assert partition_by_time(9, 3, stage_seconds(alike, LOAD, 3)) == ((0, 3), (3, 6), (6, 9))

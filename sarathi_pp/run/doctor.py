@@ -42,7 +42,7 @@ from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts,
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn, product_name
-from sarathi_pp.model.layer_cache import state_bytes
+from sarathi_pp.model.layer_cache import state_bytes, token_values
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
@@ -122,6 +122,7 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
             *looked_at,
             *(_dtype(one, device) for one in facts),
             *(_prefix_cache(one, device) for one in facts),
+            *(_kv_pages(one, device) for one in facts),
             *(_states(one, device) for one in facts if one.has_states),
         )
     )
@@ -213,11 +214,23 @@ def _prefix_cache(facts: ModelFacts, device: torch.device) -> Finding:
     return _asked("model", "prefix cache", mode)
 
 
+def _kv_pages(facts: ModelFacts, device: torch.device) -> Finding:
+    """Return the finding about the memory of a token in KV pages."""
+    dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
+    layers = [token_values([cache]) for cache in facts.caches]
+    paged = [values for values in layers if values]
+    each = "" if len(set(paged)) > 1 else f", {paged[0]:,} in each of {len(paged)} layers" if paged else ""
+    detail = f"a token takes {sum(layers):,} values{each}: {sum(layers) * dtype.itemsize / 1024:,.4g} KiB"
+    return Finding("model", "KV pages", "used", detail)
+
+
 def _states(facts: ModelFacts, device: torch.device) -> Finding:
     """Return the finding about the states that layers keep for each sequence."""
     dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
-    each = in_gib(state_bytes(facts.caches, dtype.itemsize))
-    return Finding("model", "states", "used", f"{each} for each of --max-num-seqs sequences, divided among the stages")
+    each = state_bytes(facts.caches, dtype.itemsize) / 2**20
+    return Finding(
+        "model", "states", "used", f"{each:,.4g} MiB for each of --max-num-seqs sequences, divided among the stages"
+    )
 
 
 def _needs(facts: ModelFacts, device: torch.device) -> Needs:

@@ -19,6 +19,7 @@ from sarathi_pp.model.families import FAMILIES
 from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.run import doctor
 from tests.commands.processes import ROOT
+from tests.model.families import write_checkpoint
 
 ADDER = ROOT / "examples" / "tiny-adder"
 CPU = torch.device("cpu")
@@ -169,12 +170,19 @@ def test_supported_models_are_listed(ask: Ask, capsys: pytest.CaptureFixture[str
     assert all(family.model_type in said and family.architecture in said for family in FAMILIES.values())
 
 
+def test_the_memory_of_a_token_is_named(ask: Ask, tmp_path: Path) -> None:
+    assert finding(ask("--model", ADDER)[1], "model", "KV pages")["detail"].startswith("a token takes ")
+    write_checkpoint("deepseek_v3", tmp_path)
+    found = finding(ask("--model", tmp_path)[1], "model", "KV pages")["detail"]
+    assert found == "a token takes 240 values, 48 in each of 5 layers: 0.9375 KiB"
+
+
 def test_a_model_that_keeps_states_says_that_it_has_no_prefix_cache(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = (StateCache((4, 1 << 20), (1 << 20, 2)),) * 5
     monkeypatch.setattr(doctor, "check_model", lambda directory: replace(check_model(directory), own_caches=caches))
     code, document, _ = ask("--model", ADDER)
     shared, states = (finding(document, "model", name) for name in ("prefix cache", "states"))
     assert code == 0 and shared["state"] == "unused" and shared["detail"].startswith("off: some layers keep one state")
-    assert states["detail"] == f"{5 * 24 / 1024:.3g} GiB for each of --max-num-seqs sequences, divided among the stages"
+    assert states["detail"] == f"{5 * 24} MiB for each of --max-num-seqs sequences, divided among the stages"
     monkeypatch.undo()
     assert "states" not in [one["name"] for one in ask("--model", ADDER)[1]["findings"]]

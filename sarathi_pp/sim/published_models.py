@@ -10,8 +10,10 @@ from sarathi_pp.layer_shape import LayerShape
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.mlp import MLPShape
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.families import FAMILIES
 from sarathi_pp.model.layer_cache import LayerCache, PagedCache
 from sarathi_pp.model.shapes.layers import layer_shapes
+from sarathi_pp.model.state.caches import own_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def deepseek_v3() -> PublishedModel:
         "v_head_dim": 128,
     }
     caches = (PagedCache(1, 512 + 64, 512, latent=True),) * 61
-    facts = _facts("deepseek_v3", 61, 7168, num_heads=128, num_kv_heads=1, head_dim=576, vocab=129280, caches=caches)
+    facts = _facts("DeepseekV3ForCausalLM", 61, 7168, 129280, 128, caches)
     return _model("deepseek-v3", facts, config, MLPShape(2048, 3, num_experts=256, experts_per_token=8))
 
 
@@ -59,7 +61,9 @@ def qwen3_5_397b() -> PublishedModel:
         "linear_num_value_heads": 64,
         "shared_expert_intermediate_size": 1024,
     }
-    facts = _facts("qwen3_5_moe_text", 60, 4096, num_heads=32, num_kv_heads=2, head_dim=256, vocab=248320)
+    name = "Qwen3_5MoeForCausalLM"
+    caches = own_caches(ConfigFile(Path(name), config), FAMILIES[name], 60, 2, 256)
+    facts = _facts(name, 60, 4096, 248320, 32, caches)
     return _model("qwen3.5-397b-a17b", facts, config, MLPShape(1024, 3, num_experts=512, experts_per_token=10))
 
 
@@ -69,25 +73,23 @@ def _model(name: str, facts: ModelFacts, config: Mapping[str, object], mlp: MLPS
 
 
 def _facts(
-    model_type: str,
+    architecture: str,
     num_layers: int,
     hidden_size: int,
-    *,
+    vocab_size: int,
     num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    vocab: int,
-    caches: tuple[LayerCache, ...] = (),
+    caches: tuple[LayerCache, ...],
 ) -> ModelFacts:
+    paged = next(cache for cache in caches if isinstance(cache, PagedCache))
     return ModelFacts(
-        model_type=model_type,
-        architecture="",
+        model_type=FAMILIES[architecture].model_type,
+        architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
+        num_kv_heads=paged.num_heads,
+        head_dim=paged.key_dim,
+        vocab_size=vocab_size,
         max_position_embeddings=1 << 20,
         dtype="bfloat16",
         tie_word_embeddings=False,

@@ -28,7 +28,7 @@ def layer_shapes(config: ConfigFile, facts: ModelFacts, mlp: MLPShape) -> tuple[
         mlp: see `feed_forwards`.
     """
     parts = feed_forwards(config, facts, mlp)
-    kinds = mixer_kinds(config, facts)
+    kinds = mixer_kinds(facts)
     shapes = {kind: mixer_shape(kind, config, facts) for kind in set(kinds)}
     endings = _endings(parts)
     return tuple(

@@ -5,39 +5,27 @@ from __future__ import annotations
 from sarathi_pp.layer_shape import LayerShape
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.layer_cache import PagedCache
+from sarathi_pp.model.families import FAMILIES
+from sarathi_pp.model.layer_cache import LayerCache, PagedCache
 
 ATTENTION, LATENT, DELTA_NET, MAMBA, CONV = "attention", "latent attention", "linear", "mamba", "conv"
-# Families of which some layers are no attention. A layer is, if layer_types names its type so.
-_STATES = {
-    "qwen3_next": DELTA_NET,
-    "qwen3_5_text": DELTA_NET,
-    "qwen3_5_moe_text": DELTA_NET,
-    "granitemoehybrid": MAMBA,
-    "lfm2": CONV,
-    "lfm2_moe": CONV,
-}
+# Kinds of layers by the name of their state (Family.states).
+_OF_STATES = {"delta_net": DELTA_NET, "mamba": MAMBA, "conv": CONV}
 # Families that multiply the output of attention by a gate, which has the size of the queries.
 _GATED = ("afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_STATE_TYPES = ("linear_attention", "mamba", "conv")
 
 
-def mixer_kinds(config: ConfigFile, facts: ModelFacts) -> list[str]:
+def mixer_kinds(facts: ModelFacts) -> list[str]:
     """Return the kind of each layer, one of ATTENTION, LATENT, DELTA_NET, MAMBA and CONV."""
-    plain = LATENT if facts.latent else ATTENTION
-    other = _STATES.get(facts.model_type)
-    if other is None:
-        return [plain] * facts.num_layers
-    types = config.values.get("layer_types", config.values.get("layers_block_type"))
-    if isinstance(types, list):
-        return [other if name in _STATE_TYPES else plain for name in types[: facts.num_layers]]
-    if other == MAMBA:
-        return [other] * facts.num_layers
-    if other == CONV:
-        attention = config.values.get("full_attn_idxs")
-        return [other if isinstance(attention, list) and i not in attention else plain for i in range(facts.num_layers)]
-    interval = config.optional_size("full_attention_interval", 4) or 4
-    return [plain if index % interval == interval - 1 else other for index in range(facts.num_layers)]
+    states = FAMILIES[facts.architecture].states
+    return [_kind_of(cache, states) for cache in facts.caches]
+
+
+def _kind_of(cache: LayerCache, states: str | None) -> str:
+    if isinstance(cache, PagedCache):
+        return LATENT if cache.latent else ATTENTION
+    assert states is not None, cache
+    return _OF_STATES[states]
 
 
 def mixer_shape(kind: str, config: ConfigFile, facts: ModelFacts) -> LayerShape:

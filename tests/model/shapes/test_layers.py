@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from sarathi_pp.errors import InputError
 from sarathi_pp.layer_shape import LayerShape, count_kinds
-from sarathi_pp.model.checkpoint.support import ModelFacts, describe_config
+from sarathi_pp.model.checkpoint.support import describe_config
 from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.shapes.layers import read_layer_shapes
 from tests.model.families import FAMILIES
@@ -64,32 +64,12 @@ HYBRIDS: dict[str, Callable[[], PretrainedConfig]] = {
 NO_WEIGHTS = ("bias", "_norm.weight")
 
 
-def facts_of(config: PretrainedConfig) -> ModelFacts:
-    """Return the facts that the shapes of hybrids need."""
-    heads = config.num_attention_heads
-    return ModelFacts(
-        model_type=config.model_type,
-        architecture="",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=64,
-        dtype="float32",
-        tie_word_embeddings=False,
-        fingerprint="",
-    )
-
-
 def stored_weights(config: PretrainedConfig) -> list[int]:
     """Return the number of weights of each layer in transformers' model, without norms and biases."""
     with torch.device("meta"):
         model = _class_of(config)(config)
-    family = SUPPORTED.get(type(model).__name__)
-    path = f"{family.base}.{family.layers}" if family is not None else "model.layers"
-    layers = model.get_submodule(path)
+    family = SUPPORTED[type(model).__name__]
+    layers = model.get_submodule(f"{family.base}.{family.layers}")
     return [
         sum(
             value.numel()
@@ -102,17 +82,12 @@ def stored_weights(config: PretrainedConfig) -> list[int]:
 
 def _class_of(config: PretrainedConfig) -> Any:
     named = [family.architecture for family in SUPPORTED.values() if family.model_type == config.model_type]
-    return getattr(t, named[0]) if named else t.AutoModelForCausalLM.from_config
+    return getattr(t, named[0])
 
 
 def shapes_of(name: str, folder: Path) -> tuple[PretrainedConfig, tuple[LayerShape, ...]]:
     config = (FAMILIES | HYBRIDS)[name]()
-    config.save_pretrained(folder)
-    if name in HYBRIDS:
-        return config, read_layer_shapes(folder, facts_of(config))
-    config.architectures = [
-        family.architecture for family in SUPPORTED.values() if family.model_type == config.model_type
-    ]
+    config.architectures = [_class_of(config).__name__]
     config.save_pretrained(folder)
     return config, read_layer_shapes(folder, describe_config(folder))
 
@@ -167,10 +142,10 @@ def test_config_json_may_leave_out_the_types_of_layers(tmp_path: Path) -> None:
     }.items():
         folder = tmp_path / name
         folder.mkdir()
-        written = {**config.to_dict(), "mlp_only_layers": []}
+        written = {**config.to_dict(), "mlp_only_layers": [], "architectures": ["Qwen3NextForCausalLM"]}
         del written["layer_types"]
         (folder / "config.json").write_text(json.dumps(written | values))
-        kinds[name] = count_kinds(shape.kind for shape in read_layer_shapes(folder, facts_of(config)))
+        kinds[name] = count_kinds(shape.kind for shape in read_layer_shapes(folder, describe_config(folder)))
     assert kinds == {
         "default": "3 linear, 1 attention",
         "interval": "2 linear, 2 attention",
@@ -180,6 +155,8 @@ def test_config_json_may_leave_out_the_types_of_layers(tmp_path: Path) -> None:
 
 def test_a_size_that_is_no_number_is_refused(tmp_path: Path) -> None:
     config = HYBRIDS["lfm2"]()
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"block_ffn_dim_multiplier": "two"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config.to_dict() | {"block_ffn_dim_multiplier": "two", "architectures": ["Lfm2ForCausalLM"]})
+    )
     with pytest.raises(InputError, match="block_ffn_dim_multiplier is 'two'"):
-        read_layer_shapes(tmp_path, facts_of(config))
+        read_layer_shapes(tmp_path, describe_config(tmp_path))

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# First words of the kinds of layers that keep a state per sequence.
+STATE_KINDS = ("linear", "mamba", "conv")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:

@@ -74,7 +74,7 @@ def seconds_of_help() -> float:
 
 def allowed_bytes(model: Path) -> dict[str, float]:
     facts = check_model(model)
-    page = page_bytes(facts.num_layers, PAGE_SIZE, facts.num_kv_heads, facts.head_dim, torch.bfloat16)
+    page = page_bytes(facts.caches, PAGE_SIZE, torch.bfloat16)
     pages = sum(
         -(-(len(request.prompt_token_ids) + request.sampling.max_new_tokens) // PAGE_SIZE)
         for request in parse_workload(WORK).requests()

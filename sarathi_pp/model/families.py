@@ -54,6 +54,8 @@ class Family:
             attention, "mamba", or "conv" for short convolutions. None: all layers are attention.
         widths: names in config.json of the sizes that tensor parallelism divides among ranks, besides the numbers of
             heads (tensor_parallel.py). None: tensor parallelism is not proven exact, so it is refused.
+        since: oldest supported release of transformers, if it is newer than that of other families. In older ones,
+            layers do not pass arguments on to the modules with a state.
     """
 
     architecture: str
@@ -80,6 +82,7 @@ class Family:
     longrope_after: int | None = None
     fixed_dynamic_rope: bool = False
     states: Literal["delta_net", "mamba", "conv"] | None = None
+    since: tuple[int, int] | None = None
     widths: tuple[str, ...] | None = None
 
     @property
@@ -296,6 +299,7 @@ _ALL = (
         tied=True,
         tied_key="tie_embedding",
         states="conv",
+        since=(5, 22),
     ),
     Family(
         architecture="Lfm2MoeForCausalLM",
@@ -305,6 +309,7 @@ _ALL = (
         tied=True,
         tied_key="tie_embedding",
         states="conv",
+        since=(5, 22),
     ),
 )
 

@@ -98,6 +98,13 @@ class Experiment:
         )
 
     def _prefix_cache(self) -> PrefixCacheMode:
+        if self.profile.cost.keeps_states:
+            if self.prefix_cache not in ("auto", "off"):
+                raise ConfigError(
+                    f"--prefix-cache is {self.prefix_cache}; some layers of {self.profile.model} keep one state per "
+                    "sequence, so sequences share no pages. Give --prefix-cache off, or leave it out"
+                )
+            return "off"
         if self.prefix_cache != "auto":
             return self.prefix_cache
         return "all" if self.workload.shares_prefixes else "off"

@@ -27,6 +27,8 @@ from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
 
 # Default of --max-num-seqs, per stage.
 _SEQS_PER_STAGE = 64
+# Most bytes of states per stage with the default of --max-num-seqs.
+_MOST_STATE_BYTES = 2 << 30
 # On a CPU, the default size of the KV cache is this share of the free memory, at most _CPU_MOST_BYTES. The other
 # memory is left to other programs.
 _CPU_SHARE = 0.4
@@ -152,8 +154,8 @@ def count_pages(
         page = f" and {one} for one KV page of {page_size} tokens" if one else ""
         raise CapacityError(
             f"layers [{layers[0]}, {layers[1]}) need {states} bytes for the states of {limits.num_slots} "
-            f"sequences{page}, and {budget_bytes} are available.\n  try  a smaller --max-num-seqs, a larger "
-            f"--kv-cache-memory, or more --stages"
+            f"sequences{page}, and {budget_bytes} are available.\n  try  --max-num-seqs "
+            f"{max((budget_bytes - one) * limits.num_slots // states, 1)} or less, or a larger --kv-cache-memory"
         )
     if not one:
         return limits.num_pages
@@ -256,7 +258,7 @@ def resolve_limits(
     """
     policy = parse_policy(config.policy)
     max_model_len = facts.max_model_len(config.max_model_len)
-    max_num_seqs = config.max_num_seqs or _SEQS_PER_STAGE * num_stages
+    max_num_seqs = config.max_num_seqs or _default_seqs(facts, num_stages)
     useful = max_num_seqs * -(-max_model_len // page_size)
     num_pages = min(*pages, useful) if pages else useful
     return Limits(
@@ -271,6 +273,12 @@ def resolve_limits(
         prefix_cache=_prefix_cache(config, facts, equal_decodes=equal_decodes),
         num_slots=_num_slots(facts, max_num_seqs),
     )
+
+
+def _default_seqs(facts: ModelFacts, num_stages: int) -> int:
+    """Return the default of --max-num-seqs. States of that many sequences take _MOST_STATE_BYTES per stage at most."""
+    default, each = _SEQS_PER_STAGE * num_stages, state_bytes(facts.caches, 4)
+    return min(default, max(_MOST_STATE_BYTES * num_stages // each, 1)) if each else default
 
 
 def _num_slots(facts: ModelFacts, max_num_seqs: int) -> int:

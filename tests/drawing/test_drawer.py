@@ -26,7 +26,7 @@ def first_stage() -> ModelStage:
     """Return a first stage whose LM head likes the last token best."""
     model: Any = SimpleNamespace(has_lm_head=False, embed=True, bytes_read=0, steps=[0])
     head: Any = SimpleNamespace(forward=lambda rows: torch.arange(VOCAB).float().repeat(len(rows), 1), bytes_read=0)
-    kv: Any = SimpleNamespace(num_pages=10, page_size=16)
+    kv: Any = SimpleNamespace(num_pages=10, num_slots=0, page_size=16)
     return ModelStage(model, kv, 8, torch.float32, torch.device("cpu"), head)
 
 

@@ -625,6 +625,12 @@ _SCALES: dict[str, tuple[float, float]] = {
 _DEFAULT_SCALES = (1.5, 0.5)
 
 
+def is_too_old(family: str) -> bool:
+    """Return whether the installed transformers is too old for a family of FAMILIES."""
+    since = SUPPORTED[architecture(family)].since
+    return since is not None and tuple(map(int, t.__version__.split(".")[:2])) < since
+
+
 def latent_families() -> frozenset[str]:
     """Return the families of FAMILIES with latent attention."""
     return frozenset(family for family in FAMILIES if SUPPORTED[architecture(family)].latent is not None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sarathi_pp.core.cost.model import Load
+from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.layer_shape import count_kinds
+from sarathi_pp.sim.experiment import Experiment
 from sarathi_pp.sim.h100_hosts import h100_hosts, weights_bytes
 from sarathi_pp.sim.presets import PRESETS, preset
 from sarathi_pp.sim.published_models import PublishedModel, deepseek_v3, qwen3_5_397b
+from sarathi_pp.sim.workload import parse_workload
 
 
 @pytest.mark.parametrize(
@@ -56,3 +61,12 @@ def test_a_long_prompt_has_a_split_of_its_own() -> None:
     slowest = [max(cost.seconds(stage, long) for stage in range(8)) for cost in (short, fitted)]
     assert slowest[1] < 0.95 * slowest[0]
     assert max(end - first for first, end in (stage.layers for stage in fitted.stages)) == 8
+
+
+def test_layers_with_a_state_share_no_pages() -> None:
+    profile, work = preset("qwen3.5-397b-h100-tp8pp2"), parse_workload("uniform:n=4,min=64,max=64,output=4,shared=32")
+    hybrid = Experiment(profile=profile, workload=work, policy=parse_policy("sarathi"), chunk_size=512)
+    assert hybrid.limits().prefix_cache == "off"
+    with pytest.raises(ConfigError, match="--prefix-cache is all; some layers of .* keep one state per sequence"):
+        replace(hybrid, prefix_cache="all").limits()
+    assert replace(hybrid, profile=preset("deepseek-v3-h100-tp8pp2")).limits().prefix_cache == "all"

@@ -11,7 +11,7 @@ import torch
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import CapacityError, ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.layer_cache import PagedCache, StateCache
+from sarathi_pp.model.layer_cache import PagedCache, StateCache, state_bytes
 from sarathi_pp.stages import capacity
 from sarathi_pp.stages.capacity import (
     count_pages,
@@ -67,7 +67,7 @@ def test_states_that_do_not_fit_are_refused_with_both_figures(facts: ModelFacts)
         pages_of(facts, states + 2 * PAGE_BYTES - 1, LAYERS[0])
     said = str(refused.value)
     assert f"need {states} bytes for the states of 10 sequences and {2 * PAGE_BYTES} for one KV page" in said
-    assert f"{states + 2 * PAGE_BYTES - 1} are available" in said and "a smaller --max-num-seqs" in said
+    assert f"{states + 2 * PAGE_BYTES - 1} are available" in said and "--max-num-seqs 9 or less" in said
     with pytest.raises(CapacityError, match=f"need {10 * STATE_BYTES} bytes for the states of 10 sequences, and"):
         pages_of(facts, 10 * STATE_BYTES - 1, LAYERS[1])
 
@@ -139,3 +139,13 @@ def test_stages_that_keep_states_have_no_graphs(
     with caplog.at_level("INFO"):
         assert not stages._has_graphs()
     assert "layers that keep states are not captured" in caplog.text
+
+
+def test_by_default_states_take_2_gib_per_stage_at_most(facts: ModelFacts) -> None:
+    config = replace(CONFIG, max_num_seqs=None)
+    assert resolve_limits(config, facts, 2, (), 16).max_num_seqs == 128
+    # As in Qwen3-Next: 36 layers with 32 heads of 128 channels.
+    large = replace(facts, own_caches=(StateCache((3, 8192), (256, 128, 16)),) * 36)
+    seats = resolve_limits(config, large, 2, (), 16).max_num_seqs
+    assert seats == 2 * (2 << 30) // state_bytes(large.caches, 4) == 54
+    assert resolve_limits(replace(CONFIG, max_num_seqs=99), large, 2, (), 16).max_num_seqs == 99

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass, replace
 
 from sarathi_pp.core.plan import MicroBatch
+from sarathi_pp.layer_shape import STATE_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,11 @@ class CostModel:
     stages: tuple[StageCost, ...]
     ridge: int = 0
     layer_costs: tuple[LayerCost, ...] = ()
+
+    @property
+    def keeps_states(self) -> bool:
+        """Return whether some layers keep a state per sequence, so that sequences cannot share KV pages."""
+        return any(layer.kind.split()[0] in STATE_KINDS for layer in self.layer_costs)
 
     def tiles(self, num_tokens: int) -> int:
         """Return the number of tiles that linear layers compute for a microbatch of `num_tokens` tokens."""

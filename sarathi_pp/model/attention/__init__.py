@@ -85,6 +85,9 @@ class Needs:
     latent: bool = False
 
 
+_NO_LATENTS = "does not support latent attention, which this model has"
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A backend that can be chosen by name.
@@ -130,6 +133,8 @@ def _varlen() -> AttentionBackend:
 
 
 def _flash_takes(needs: Needs) -> str | None:
+    if needs.latent:
+        return _NO_LATENTS
     if needs.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in bfloat16 or float16, not {str(needs.dtype).removeprefix('torch.')}"
     if needs.head_dim > 256 or needs.head_dim % 8:
@@ -138,7 +143,7 @@ def _flash_takes(needs: Needs) -> str | None:
 
 
 def _triton_takes(needs: Needs) -> str | None:
-    return "does not support latent attention, which this model has" if needs.latent else None
+    return _NO_LATENTS if needs.latent else None
 
 
 def _varlen_takes(needs: Needs) -> str | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # In a family with longrope, transformers reads yarn as an old name of it.
 _LONGROPE = ("longrope", "yarn")
+# Families with latent attention whose rotary table does not follow head_dim in config.json.
+_OWN_ROTARY = ("deepseek_v2", "mistral4")
 # Bytes per tensor that the fingerprint covers.
 _SAMPLE_BYTES = 256
 # Said to the user if layers keep states.
@@ -227,6 +230,7 @@ def _check_config(directory: Path, names: Collection[str]) -> tuple[ConfigFile, 
     if scheme is None:
         refuse_quantised(str(directory), names)
     family = find_family(config)
+    _refuse_release(config, family)
     _refuse_features(config)
     _refuse_rope(config, family)
     return config, family, scheme
@@ -244,6 +248,7 @@ def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
     if family.latent is not None:
         keys = zip(("kv_lora_rank", "qk_rope_head_dim"), family.latent, strict=True)
         latent, rotary = (config.optional_size(key, default) or default for key, default in keys)
+        _refuse_rotary(config, family, rotary)
         num_kv_heads, head_dim = 1, latent + rotary
         caches = (PagedCache(num_kv_heads, head_dim, latent, latent=True),) * num_layers
     else:
@@ -381,6 +386,17 @@ def _heads(config: ConfigFile, family: Family) -> tuple[int, int]:
     return num_heads, config.optional_size("num_key_value_heads", family.kv_heads) or num_heads
 
 
+def _refuse_release(config: ConfigFile, family: Family) -> None:
+    """Raise if the installed transformers is too old for the family."""
+    installed = version("transformers")
+    if family.since is not None and tuple(map(int, installed.split(".")[:2])) < family.since:
+        needed = ".".join(map(str, family.since))
+        raise config.refuse(
+            f"{family.architecture} needs transformers {needed} or newer, and {installed} is installed\n"
+            f"  try  pip install 'transformers>={needed}'"
+        )
+
+
 def _refuse_features(config: ConfigFile) -> None:
     """Raise for every feature that would change the result."""
     values = config.values
@@ -425,21 +441,33 @@ def _rope_types(scaling: object) -> Iterator[object]:
         yield from _rope_types(nested)
 
 
+def _refuse_rotary(config: ConfigFile, family: Family, rotary: int) -> None:
+    """Raise if head_dim, from which transformers makes rotary tables, contradicts the rotary part of latents."""
+    named, key_dim = config.values.get("head_dim"), config.values.get("qk_nope_head_dim")
+    whole = rotary + key_dim if isinstance(key_dim, int) else None
+    if family.model_type in _OWN_ROTARY or named in (None, rotary, whole):
+        return
+    raise config.refuse(f"head_dim is {named!r:.100}, and qk_rope_head_dim is {rotary}; expected the same number")
+
+
 def _refuse_layer_types(config: ConfigFile, family: Family, num_layers: int) -> None:
-    layer_types = config.values.get("layer_types")
+    # Older files of hybrid Granites have another name for it.
+    older = family.states == "mamba" and not config.values.get("layer_types")
+    key = "layers_block_type" if older else "layer_types"
+    layer_types = config.values.get(key)
     allowed = _LAYER_TYPES if family.states is None else (*ATTENTION_LAYERS, *STATE_LAYERS)
     if layer_types is None:
         return
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:
         raise InputError(
-            f"{config.path}: layer_types must be a list of at least {num_layers} types, one per layer, not "
+            f"{config.path}: {key} must be a list of at least {num_layers} types, one per layer, not "
             f"{layer_types!r:.100}"
         )
     for index, layer_type in enumerate(layer_types):
         if layer_type not in allowed:
             raise config.refuse(
                 f"layer {index} is {layer_type!r:.100}; {family.architecture} supports only {' and '.join(allowed)} in "
-                "layer_types"
+                f"{key}"
             )
 
 

@@ -107,10 +107,10 @@ class BareModel(nn.Module):
         rows: Tensor = embedding.weight.index_select(0, token_ids[0])[None]
         return rows.float() if type(embedding) is WideEmbedding else rows
 
-    def _cosines_and_sines(self, hidden: Tensor, position_ids: Tensor, paged: PagedCall) -> tuple[Tensor, Tensor]:
+    def _cosines_and_sines(self, hidden: Tensor, position_ids: Tensor, paged: PagedCall) -> Any:
+        """Return the rotary embeddings of all rows: what `rotary_emb` returns, usually cosines and sines."""
         if self._rotary_cache is None:
-            cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
-            return cos, sin
+            return self.rotary_emb(hidden, position_ids=position_ids)
         inputs = paged.inputs
         return self._rotary_cache.of(inputs.position_ids, max(span.end for span in inputs.spans), hidden)
 

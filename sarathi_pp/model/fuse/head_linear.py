@@ -69,6 +69,9 @@ class PackedHeadLinear(nn.Module):
         pack([padded.reshape(-1, self.in_features)], self._weight, weight.dtype)
         self._bias = torch.zeros(self._panels * PANEL)
 
+    def num_bytes(self) -> int:
+        return self._weight.numel() * self._weight.itemsize
+
     def forward(self, x: Tensor) -> Tensor:
         from sarathi_pp_kernels.cpu.gemm import padded_rows
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from sarathi_pp.layer_shape import LayerShape
+from sarathi_pp.layer_shape import STATE_KINDS, LayerShape
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.families import FAMILIES
 from sarathi_pp.model.layer_cache import LayerCache, PagedCache
 
-ATTENTION, LATENT, DELTA_NET, MAMBA, CONV = "attention", "latent attention", "linear", "mamba", "conv"
+ATTENTION, LATENT = "attention", "latent attention"
+DELTA_NET, MAMBA, CONV = STATE_KINDS
 # Kinds of layers by the name of their state (Family.states).
 _OF_STATES = {"delta_net": DELTA_NET, "mamba": MAMBA, "conv": CONV}
 # Families that multiply the output of attention by a gate, which has the size of the queries.
@@ -22,10 +23,9 @@ def mixer_kinds(facts: ModelFacts) -> list[str]:
 
 
 def _kind_of(cache: LayerCache, states: str | None) -> str:
-    if isinstance(cache, PagedCache):
-        return LATENT if cache.latent else ATTENTION
-    assert states is not None, cache
-    return _OF_STATES[states]
+    if isinstance(cache, PagedCache) and cache.latent:
+        return LATENT
+    return ATTENTION if isinstance(cache, PagedCache) or states is None else _OF_STATES[states]
 
 
 def mixer_shape(kind: str, config: ConfigFile, facts: ModelFacts) -> LayerShape:

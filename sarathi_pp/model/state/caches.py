@@ -39,6 +39,11 @@ def own_caches(
     if not any(kind in STATE_LAYERS for kind in types):
         return ()
     assert family.states is not None
+    if family.states != "conv" and config.values.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise config.refuse(
+            f"hidden_act is {config.values['hidden_act']!r:.100}; layers with a state support only 'silu' after their "
+            "convolution"
+        )
     state, paged = _KINDS[family.states](config), PagedCache(num_kv_heads, head_dim, head_dim)
     return tuple(state if kind in STATE_LAYERS else paged for kind in types)
 

@@ -157,5 +157,6 @@ def test_what_shards_add_up_is_in_no_graph(size: int) -> None:
         _config=SimpleNamespace(enforce_eager=False),
         _backend=TritonAttention(),
         _shard=shard,
+        _facts=SimpleNamespace(has_states=False),
     )
     assert ModelStages._has_graphs(stages) == (size == 1)

@@ -130,11 +130,11 @@ def test_every_layer_gets_its_products() -> None:
 
 
 def test_kernels_without_latents_are_passed_over() -> None:
-    needs = Needs(torch.bfloat16, 576, softcap=False, sinks=False, latent=True)
+    needs = Needs(torch.bfloat16, 192, softcap=False, sinks=False, latent=True)
     assert choose_backend("auto", CPU, 16, needs).name == "numba"
     takes = {name: known.takes(needs) for name, known in BACKENDS.items()}
     assert takes.pop("numba") is takes.pop("sdpa") is None
-    assert all(takes.values()), takes
+    assert set(takes.values()) == {"does not support latent attention, which this model has"}
 
 
 @pytest.mark.skipif(not has_avx512_bf16(), reason="needs AVX512-BF16")

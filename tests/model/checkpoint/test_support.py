@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import save_file
 
 from sarathi_pp.errors import InputError, MissingError, SarathiError, UnsafeError, UnsupportedModelError
+from sarathi_pp.model.checkpoint import support
 from sarathi_pp.model.checkpoint.mlp import MLPShape, read_mlp
 from sarathi_pp.model.checkpoint.pretrained import load_config
 from sarathi_pp.model.checkpoint.support import check_model, check_shards, describe_config
@@ -271,6 +272,37 @@ def test_the_numbers_that_scale_queries_are_needed(write: Write) -> None:
     with pytest.raises(InputError, match="rope_parameters.llama_4_scaling_beta is None; expected a number"):
         check_model(write(**ministral3, rope_parameters=rope))
     assert check_model(write(**ministral3, rope_parameters=rope | {"llama_4_scaling_beta": 0.1})).num_kv_heads == 8
+
+
+def test_a_transformers_that_is_too_old_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write(architectures=["Lfm2ForCausalLM"], model_type="lfm2")
+    assert describe_config(directory).model_type == "lfm2"
+    monkeypatch.setattr(support, "version", lambda package: "5.9.0")
+    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM needs transformers 5.22 or newer, and 5.9.0 is"):
+        describe_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+            | {"layers_block_type": ["mamba", "attention"]},
+            "layers_block_type must be a list of at least 5 types",
+        ),
+        (
+            {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_act": "gelu"},
+            "hidden_act is 'gelu'; layers with a state support only 'silu'",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "head_dim": 32},
+            "head_dim is 32, and qk_rope_head_dim is 64; expected the same number",
+        ),
+    ],
+)
+def test_settings_that_fail_in_a_layer_are_refused_first(write: Write, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((InputError, UnsupportedModelError), match=message):
+        check_model(write(num_hidden_layers=5, **changed))
 
 
 def test_a_token_takes_one_latent_per_layer(write: Write) -> None:

@@ -115,7 +115,12 @@ KINDS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "llava_onevision": ("LlavaOnevision", {"model_type": "qwen2"}, _SIGLIP, True),
     "idefics3": ("Idefics3", {"model_type": "llama"}, _PATCHES, False),
     "smolvlm": ("SmolVLM", {"model_type": "llama"}, _PATCHES, False),
-    "mistral3_mistral4": ("Mistral3", {"model_type": "mistral4", **_LATENT, "rope_parameters": _YARN}, _PIXTRAL, False),
+    "mistral3_mistral4": (
+        "Mistral3",
+        {"model_type": "mistral4", **_LATENT, "rope_parameters": {**_YARN}},
+        _PIXTRAL,
+        False,
+    ),
     "kimi_k25": ("Kimi_K25", {"model_type": "deepseek_v3", **_LATENT}, _KIMI, False),
     "glm4v": ("Glm4v", {"rope_parameters": _GLM_ROPE}, _VISUAL_GLM, False),
     "qwen3_5": ("Qwen3_5", _DELTA_NET, _VISUAL3, True),

@@ -39,8 +39,8 @@ WITH_BARE_MODEL = LIKE_LLAMA | {
 }
 # Older releases of transformers give these the base model of Llama, newer ones another that returns router logits.
 WITH_EITHER = {"dots1", "glm4_moe", "hunyuan_v1_moe", "solar_open"}
-# It has Llama's base model, and latent attention, whose pages differ from those of these tests.
-WITH_LATENTS = {"youtu"}
+# Youtu has Llama's base model, and in older releases the others too. Pages of latents differ from those of these tests.
+WITH_LATENTS = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"}
 # These fill the registers of fused kernels.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 # Two sequences, one after the other and together: starts and counts of each.

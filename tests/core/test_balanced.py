@@ -269,6 +269,15 @@ def test_no_size_is_below_the_ridge(count):
     assert prompts[len(prompts) // 2] == max(prompts) == 64
 
 
+def test_what_the_ridge_makes_free_is_used_even_if_few_seats_need_less():
+    """Eight seats with P:D 3 need 14 tokens per microbatch. Up to 512 take the same time.
+
+    So each prompt is divided over the two microbatches of a cycle, and no further.
+    """
+    batches = schedule(replace(model(1), ridge=512), requests(60, 300, 100))
+    assert 60 <= sum(not chunk.decode for m in batches for chunk in m.chunks) <= 2 * 60
+
+
 def test_prompts_that_can_all_start_end_nearly_as_soon_as_they_can():
     """Fewer microbatches are traded against a longer ramp.
 

@@ -9,8 +9,9 @@ tokens per output token):
               tokens, and a microbatch has n = b * (1 + P:D) tokens. That is SARATHI's P:D = C / (B - 1) (arXiv
               2308.16369, section 5.1.3), solved for the size. b is the number of requests that can run at once, less
               the one whose prompt is computed, divided by the microbatches in flight. P:D is that of finished requests.
-              Of the sizes up to n, the policy takes the one with the most tokens per second. If the prompts at hand
-              end within the cycle, they are divided evenly over its microbatches.
+              Of the sizes up to n, the policy takes the one with the most tokens per second. No size is below the
+              ridge, up to which tokens take no time. If the prompts at hand end within the cycle, they are divided
+              evenly over its microbatches.
               If all waiting requests can start, there is no steady state. Then a second size is computed, and the
               larger of the two is used. It is the size that completes the oldest prompt earliest. If most requests
               still have prompts to compute, it is the size that completes all these prompts earliest.
@@ -250,8 +251,9 @@ def _sustained(
     decode. If there were prompt tokens for one more decode, all seats would decode in the end. Prompts could then not
     start, and stages would wait for each other after microbatches with only decodes.
 
-    The size has a lower limit. The present decodes must leave prompts as many tokens as ending decodes make room for,
-    up to one prompt token per decode. Without the limit, no size would be too small if a microbatch has no fixed cost.
+    The size has two lower limits. The ridge is one: fewer tokens take as long, and a prompt that is computed sooner has
+    its first token sooner. With the other, the present decodes leave prompts as many tokens as ending decodes make room
+    for, up to one prompt token per decode. Without it, no size would be too small if a microbatch has no fixed cost.
     """
     chunk_size = view.limits.chunk_size
     decodes = decoding.count / inflight
@@ -259,7 +261,8 @@ def _sustained(
     sustained = max(1, seats - _PROMPTS_AT_A_TIME) / inflight * (1 + ratio)
     decode_s = decoding.total_s / decoding.count - decoding.token_s if decoding.count else 0.0
     step = min(max(cost.tile, _LEAST_STEP), chunk_size)
-    least = min(chunk_size // step, max(1, math.ceil(decodes * (1 + min(1.0, ratio)) / step))) * step
+    least = max(cost.ridge, decodes * (1 + min(1.0, ratio)), 1)
+    least = min(chunk_size // step, math.ceil(least / step)) * step
     best, best_rate = least, 0.0
     most = max(least, min(chunk_size, math.ceil(sustained / step) * step))  # beyond this only the time grows
     for size in range(least, most + 1, step):

@@ -1,132 +1,114 @@
-"""Measure the memory that one long prompt takes in the KV pages and states of each stage, beside what capacity counts.
+"""Measure the memory that one long prompt takes in the KV pages and states of a stage, beside what capacity counts.
 
     python examples/benchmarks/measure_kv_memory.py /tmp/latent /tmp/hybrid --output kv-memory.json
 
-counted    bytes of the pages that the request needs, and of its states
-resident   bytes of memory in use at the end of the run, in the mappings that hold the pages and states
-others     most bytes by which the rest of the process grew while the last half of the prompt was computed
+Each half of the layers computes the prompt, in this process. Then Linux tells which pages of memory are in use.
 
-A KV cache is reserved as a whole, but memory is in use only where it was written.
+counted    bytes of the KV pages that the prompt needs, and of its states
+resident   bytes in use of the tensors that hold all KV pages, which are reserved as a whole; and one slot of the states
+grown      bytes by which the process grew while it computed the second half of the prompt, beside the KV pages
 """
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import psutil
 import torch
+from one_stage import CPU, PAGE_SIZE
 from record import Record
+from torch import Tensor
 
+from sarathi_pp.core.pages import PagePool
+from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.kv import page_bytes
-from sarathi_pp.model.layer_cache import state_bytes
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.layer_cache import LayerCache, PagedCache, state_bytes
+from sarathi_pp.model.loader import load_stage
 
-STAGES = 2
-OUTPUT = 4
-LOOK_S = 0.5
-# Tensors of a KV cache that reserves some GiB are larger than this, and no other anonymous mapping of a stage is.
-LEAST_BYTES = 100 << 20
 KV_CACHE = 4 << 30
-_HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ *(.*)")
+SLOTS = 32
+DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """The resident bytes of a process: of the KV cache, and of everything else."""
-
-    kv: int
-    others: int
-
-    @classmethod
-    def of(cls, pid: int) -> Resident:
-        kv = others = 0
-        for size, name, resident in mappings(Path(f"/proc/{pid}/smaps").read_text().splitlines()):
-            if size >= LEAST_BYTES and not name:
-                kv += resident
-            else:
-                others += resident
-        return cls(kv, others)
+def resident_bytes(tensor: Tensor) -> int:
+    """Return how many bytes of a tensor are in memory. The tensor may be a part of another one."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
+    first = begin // page * page
+    count = -(-(end - first) // page)
+    seen = (ctypes.c_ubyte * count)()
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * page), seen):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(one & 1 for one in seen) * page
 
 
-def mappings(lines: list[str]) -> Iterator[tuple[int, str, int]]:
-    """Yield the size, name and resident bytes of each mapping that Linux lists in `smaps`."""
-    size, name = 0, ""
-    for line in lines:
-        if header := _HEADER.fullmatch(line):
-            size, name = int(header[2], 16) - int(header[1], 16), header[3]
-        elif line.startswith("Rss:"):
-            yield size, name, int(line.split()[1]) << 10
+def tensors_of(kv: KVShard, caches: Sequence[LayerCache]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that hold the KV pages of a stage, and those that hold its states. Each memory comes once."""
+    pages: list[Tensor] = []
+    states: list[Tensor] = []
+    for layer in range(*kv.layers):
+        cache = caches[layer]
+        if isinstance(cache, PagedCache):
+            pages += [kv.keys(layer)] if cache.latent else [kv.keys(layer), kv.values(layer)]
+        else:
+            states += [kv.conv_state(layer)] + [kv.recurrent_state(layer)] * bool(cache.recurrent)
+    return pages, states
 
 
-def watch(process: subprocess.Popen[bytes]) -> dict[int, list[Resident]]:
-    """Return what was resident in each stage, at each look until the process ended. Stages are named by their pid."""
-    looks: dict[int, list[Resident]] = {}
-    root = psutil.Process(process.pid)
-    while process.poll() is None:
-        for child in root.children(recursive=True):
-            try:
-                resident = Resident.of(child.pid)
-            except OSError:  # the process has ended
-                continue
-            if resident.kv:
-                looks.setdefault(child.pid, []).append(resident)
-        time.sleep(LOOK_S)
-    return looks
-
-
-def measure(model: Path, prompt: int, directory: Path) -> dict[str, Any]:
-    rng = Random(0)
-    request = {"prompt_token_ids": [rng.randrange(3, 32000) for _ in range(prompt)], "max_tokens": OUTPUT}
-    source, run_dir = directory / "prompt.jsonl", directory / "run"
-    source.write_text(json.dumps(request) + "\n")
-    command = [sys.executable, "-P", "-m", "sarathi_pp", "generate", "--model", str(model), "--stages", str(STAGES)]
-    command += ["--input", str(source), "--output", str(directory / "answer.jsonl"), "--run-dir", str(run_dir)]
-    command += ["--max-model-len", str(prompt + OUTPUT), "--kv-cache-memory", str(KV_CACHE), "--quiet"]
-    process = subprocess.Popen(command)
-    looks = watch(process)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    run = json.loads((run_dir / "run.json").read_text())
-    facts, dtype = check_model(model), getattr(torch, run["dtype"])
-    pages = -(-(prompt + OUTPUT - 1) // run["page_size"])  # the last token is drawn, and not computed
-    stages = []
-    for (first, end), (_, seen) in zip(run["layers"], sorted(looks.items()), strict=True):
-        caches = facts.caches[first:end]
-        counted = pages * page_bytes(caches, run["page_size"], dtype) + state_bytes(caches, dtype.itemsize)
-        most = max(look.kv for look in seen)
-        late = [look.others for look in seen if look.kv > most / 2]
-        grown = max(late) - late[0]
-        stages.append({"layers": [first, end], "counted": counted, "resident": most, "others": grown})
-    return {"model": model.name, "dtype": run["dtype"], "prompt": prompt, "pages": pages, "stages": stages}
+def measure(directory: Path, layers: tuple[int, int], prompt: int, chunk: int) -> dict[str, Any]:
+    facts = check_model(directory)
+    caches = facts.caches[slice(*layers)]
+    model = load_stage(directory, layers, facts.num_layers, DTYPE, CPU, choose_backend("auto", CPU, PAGE_SIZE))
+    num_pages = (KV_CACHE - SLOTS * state_bytes(caches, DTYPE.itemsize)) // page_bytes(caches, PAGE_SIZE, DTYPE)
+    kv = KVShard(layers, num_pages, PAGE_SIZE, facts.caches, DTYPE, CPU, num_slots=SLOTS)
+    pages = -(-prompt // PAGE_SIZE)
+    table = PagePool(num_pages, PAGE_SIZE).take(pages)
+    kv_pages, states = tensors_of(kv, facts.caches)
+    process, before = psutil.Process(os.getpid()), 0
+    generator = torch.Generator().manual_seed(1)
+    for start in range(0, prompt, chunk):
+        count = min(chunk, prompt - start)
+        inputs = build_inputs([Span(start, count, table, prompt=True, slot=SLOTS - 1)], (), PAGE_SIZE, CPU)
+        x = torch.arange(start, start + count) % 30000 + 3
+        if not model.embed:
+            x = torch.randn(count, facts.hidden_size, generator=generator).to(DTYPE)
+        model.forward(x, inputs, kv)
+        if not before and start + count >= prompt // 2:
+            before = process.memory_info().rss - sum(map(resident_bytes, kv_pages))
+    counted = pages * page_bytes(caches, PAGE_SIZE, DTYPE) + state_bytes(caches, DTYPE.itemsize)
+    taken = sum(map(resident_bytes, kv_pages))
+    grown = process.memory_info().rss - taken - before
+    taken += sum(tensor.nbytes for tensor in states) // SLOTS
+    return {"layers": list(layers), "pages": pages, "counted": counted, "resident": taken, "grown": grown}
 
 
 @click.command()
 @click.argument("models", type=click.Path(exists=True, path_type=Path), nargs=-1, required=True)
 @click.option("--prompt", type=click.IntRange(min=1), default=32768, show_default=True)
+@click.option("--chunk", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path))
-def main(models: tuple[Path, ...], prompt: int, output: Path | None) -> None:
+def main(models: tuple[Path, ...], prompt: int, chunk: int, output: Path | None) -> None:
     record, rows = Record.begin(), []
-    for model in models:
-        with TemporaryDirectory() as directory:
-            rows.append(measure(model, prompt, Path(directory)))
-        for index, stage in enumerate(rows[-1]["stages"]):
-            counted, resident, others = (stage[name] / 1e6 for name in ("counted", "resident", "others"))
+    torch.set_num_threads(1)
+    for directory in models:
+        num_layers = check_model(directory).num_layers
+        for layers in ((0, num_layers // 2), (num_layers // 2, num_layers)):
+            row = {"model": directory.name, "prompt": prompt, **measure(directory, layers, prompt, chunk)}
+            rows.append(row)
+            counted, taken, grown = (row[name] / 1e6 for name in ("counted", "resident", "grown"))
             click.echo(
-                f"{model.name}, stage {index}: {counted:.2f} MB counted, {resident:.2f} resident, "
-                f"{resident / counted:.3f} of it; others grew by {others:.1f} MB"
+                f"{directory.name}, layers {layers}: {counted:.2f} MB counted, {taken:.2f} resident, "
+                f"{taken / counted:.3f} of it; the rest grew by {grown:.1f} MB"
             )
-    record.write(output, {"rows": rows})
+    record.write(output, {"dtype": "bfloat16", "chunk": chunk, "rows": rows})
 
 
 if __name__ == "__main__":

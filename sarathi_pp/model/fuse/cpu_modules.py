@@ -34,10 +34,11 @@ def _pack(dtype: torch.dtype, *linears: nn.Linear) -> PackedLinear | FloatLinear
     return packed(*linears)
 
 
-def _row_ops(dtype: torch.dtype) -> RowOps:
-    from sarathi_pp_kernels.cpu import row_ops  # numba is optional
+def row_ops(dtype: torch.dtype) -> RowOps:
+    """Return the passes over rows of this dtype. numba is needed."""
+    from sarathi_pp_kernels.cpu import row_ops as passes  # numba is optional
 
-    return {torch.bfloat16: row_ops.BFLOAT16, torch.float32: row_ops.FLOAT32}[dtype]
+    return {torch.bfloat16: passes.BFLOAT16, torch.float32: passes.FLOAT32}[dtype]
 
 
 class GatedMLP(nn.Module):
@@ -45,7 +46,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, mlp: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self._silu_multiply = _row_ops(dtype).silu_multiply
+        self._silu_multiply = row_ops(dtype).silu_multiply
         self.width = mlp.up_proj.out_features
         assert mlp.gate_proj.out_features == self.width, f"gate {mlp.gate_proj.out_features}, up {self.width}"
         self.gate_up = _pack(dtype, mlp.gate_proj, mlp.up_proj)
@@ -71,7 +72,7 @@ class RowNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        ops = _row_ops(norm.weight.dtype)
+        ops = row_ops(norm.weight.dtype)
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self.weight = norm.weight
         self.epsilon = float(norm.variance_epsilon)
@@ -135,7 +136,7 @@ class RotaryAttention(nn.Module):
     def __init__(self, attention: Any, dtype: torch.dtype, *, with_norms: bool = False) -> None:
         super().__init__()
         self._dtype = dtype
-        self._rotate_and_write = _row_ops(self._dtype).rotate_and_write
+        self._rotate_and_write = row_ops(self._dtype).rotate_and_write
         self.layer_idx = attention.layer_idx
         self.head_dim = attention.head_dim
         self.scaling = attention.scaling

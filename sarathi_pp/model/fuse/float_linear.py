@@ -97,20 +97,32 @@ class FloatLinear(nn.Module):
         """Return the packed weight, (panels, lines, 16) int32, and the bias, (16 * panels,) float32."""
         return self._weight, self._bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.in_features, self.out_features, self._multiply_part)
+    def forward(self, x: Tensor, outputs: range | None = None) -> Tensor:
+        """Return the outputs of the rows x, (..., outputs).
 
-    def _multiply_part(self, tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
+        Args:
+            outputs: the outputs to compute, whose bounds are multiples of 16; None for all.
+        """
+        outputs = outputs or range(self.out_features)
+        return _product(x, self.in_features, len(outputs), partial(self._multiply_part, outputs.start // PANEL))
+
+    def _multiply_part(self, first: int, tiles: Tensor, out: Tensor, num_rows: int, panels: range) -> None:
+        """Multiply the rows by some panels.
+
+        Args:
+            first: panel of the first output.
+            panels: panels to multiply by, counted from `first`.
+        """
         self._multiply(
             tiles.data_ptr(),
-            self._weight.data_ptr(),
-            self._bias.data_ptr(),
+            self._weight[first:].data_ptr(),
+            self._bias[PANEL * first :].data_ptr(),
             out.data_ptr(),
             num_rows,
             self._weight.shape[1],
             panels.start,
             panels.stop,
-            self._width,
+            out.shape[1],
             False,
         )
 

@@ -179,29 +179,42 @@ class PackedLinear(nn.Module):
         """Return the packed weight and the (out_features,) float32 bias."""
         return self._weight, self._bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, outputs: range | None = None) -> Tensor:
+        """Return the outputs of the rows x, (..., outputs).
+
+        Args:
+            outputs: the outputs to compute, whose bounds are multiples of 16; None for all.
+        """
         assert x.dtype == torch.bfloat16, f"packed for bfloat16, called with {x.dtype}"
+        outputs = outputs or range(self.out_features)
         rows, words = x.reshape(-1, self.in_features).contiguous(), self.in_features // 2
         num_rows = rows.shape[0]
-        out = torch.empty(self._padded_rows(num_rows), self.out_features, dtype=torch.bfloat16)
+        out = torch.empty(self._padded_rows(num_rows), len(outputs), dtype=torch.bfloat16)
         if num_rows:
             tiles, high = scratch_of_thread(out.shape[0] * words), num_rows <= self.most_high_rows
             self._lay_out(rows.data_ptr(), tiles.data_ptr(), num_rows, words, high, 0, 1)
-            pieces = split_range(self.out_features // 16, 2)
-            run_parallel([partial(self._multiply_part, tiles, out, num_rows, high, piece) for piece in pieces])
-        return out[:num_rows].view(*x.shape[:-1], self.out_features)
+            first = outputs.start // 16
+            pieces = split_range(len(outputs) // 16, 2)
+            run_parallel([partial(self._multiply_part, tiles, out, num_rows, high, first, piece) for piece in pieces])
+        return out[:num_rows].view(*x.shape[:-1], len(outputs))
 
-    def _multiply_part(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, panels: range) -> None:
+    def _multiply_part(self, tiles: Tensor, out: Tensor, num_rows: int, high: bool, first: int, panels: range) -> None:
+        """Multiply the rows by some panels.
+
+        Args:
+            first: panel of the first output.
+            panels: panels to multiply by, counted from `first`.
+        """
         self._multiply(
             tiles.data_ptr(),
-            self._weight.data_ptr(),
-            self._bias.data_ptr(),
+            self._weight[first:].data_ptr(),
+            self._bias[16 * first :].data_ptr(),
             out.data_ptr(),
             num_rows,
             self.in_features // 2,
             panels.start,
             panels.stop,
-            self.out_features,
+            out.shape[1],
             high,
         )
 

@@ -2,9 +2,9 @@
 
 On CPU, if our own matrix product runs for their dtype (packed_linear.py, float_linear.py), bfloat16 and float32 modules
 become those of cpu_modules.py. These are gated MLPs, RMSNorms, attention with rotary embedding, and the layers made of
-them. Then every other linear layer is packed. On CUDA, if our Triton kernels run, the same modules in any float dtype
-become those of cuda_modules.py. A module is recognised by its code. If its `forward` is Llama's own, instruction by
-instruction, it computes the same as Llama's, whatever its name is.
+them. Then experts (packed_experts.py) and every other linear layer are packed. On CUDA, if our Triton kernels run, the
+same modules in any float dtype become those of cuda_modules.py. A module is recognised by its code. If its `forward` is
+Llama's own, instruction by instruction, it computes the same as Llama's, whatever its name is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from sarathi_pp.model.fuse import cuda_modules
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.fuse.float_linear import FloatLinear, has_float_gemm
+from sarathi_pp.model.fuse.packed_experts import PackedExperts, fits
 from sarathi_pp.model.fuse.packed_linear import fits_gemm, has_gemm, packed_class
 from sarathi_pp.model.triton_available import has_kernels
 
@@ -56,9 +57,9 @@ def fuse(module: nn.Module, compute: torch.dtype | None = None, *, by_kernels: b
     """Replace all modules that can be replaced, and return how many there were.
 
     The model then needs the keyword argument `paged`, a PagedCall. Only one weight at a time is in memory twice. Gate
-    and up count as one weight, and so do query, key and value. Weights that two modules share stay as
-    they are, since packing would copy them. No module that is fused shares any. pack_tied_heads (packed_embedding.py)
-    packs the LM heads that share their weight with an embedding.
+    and up count as one weight, and so do query, key and value, and one projection of all experts of a layer. Weights
+    that two modules share stay as they are, since packing would copy them. No module that is fused shares any.
+    pack_tied_heads (packed_embedding.py) packs the LM heads that share their weight with an embedding.
 
     Args:
         compute: float type of the computation. On CPU, weights may have a narrower one. None: that of the weights.
@@ -74,6 +75,7 @@ def fuse(module: nn.Module, compute: torch.dtype | None = None, *, by_kernels: b
         _layer,
     ]
     if not by_kernels:
+        rewrites.append(partial(_experts, compute))
         rewrites.append(_packing(module, compute))
     count = 0
     for rewrite in rewrites:
@@ -133,6 +135,10 @@ def _layer(child: Any) -> Rewrite | None:
         cuda_modules.RowNorm,
     )
     return Block if fits else None
+
+
+def _experts(compute: torch.dtype, child: Any) -> Rewrite | None:
+    return partial(PackedExperts, compute=compute) if fits(child, compute) else None
 
 
 def _packing(module: nn.Module, compute: torch.dtype) -> Callable[[nn.Module], Rewrite | None]:

@@ -1,12 +1,12 @@
-"""Measure the memory that one long prompt takes in the KV pages and states of a stage, beside what capacity counts.
+"""Compare the memory that a long prompt takes in KV pages and states with the memory that capacity counts for it.
 
     python examples/benchmarks/measure_kv_memory.py /tmp/latent /tmp/hybrid --output kv-memory.json
 
-Each half of the layers computes the prompt, in this process. Then Linux tells which pages of memory are in use.
+Each half of the layers computes the prompt, in this process. Linux knows which pages of memory are in use.
 
 counted    bytes of the KV pages that the prompt needs, and of its states
 resident   bytes in use of the tensors that hold all KV pages, which are reserved as a whole; and one slot of the states
-grown      bytes by which the process grew while it computed the second half of the prompt, beside the KV pages
+grown      bytes by which the process grew while it computed the second half of the prompt, without the KV pages
 """
 
 from __future__ import annotations

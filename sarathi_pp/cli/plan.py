@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import click
@@ -137,10 +138,7 @@ def _explanations(document: Mapping[str, Any]) -> Iterator[Text]:
         f"workload {document['workload']}: {document['prompt_to_output']:.1f} prompt tokens per output token\n"
         f"saturated at {document['saturation_tokens']} tokens per microbatch: more of them take longer in proportion"
     )
-    kinds = [
-        f"stage {stage['stage']}: {stage['layer_kinds']}" for stage in document["per_stage"] if stage["layer_kinds"]
-    ]
-    if kinds:
+    if kinds := list(_kinds_of_layers(document)):
         yield Text("\n  ".join(("layers differ in time and memory", *kinds)))
     stored = [stage["stored_bytes"] for stage in document["per_stage"]]
     if document["quantised"] is not None and None not in stored:
@@ -162,6 +160,15 @@ def _explanations(document: Mapping[str, Any]) -> Iterator[Text]:
         yield Text(f"{shards} ranks hold each stage together; the table shows the memory of one rank")
 
 
+def _kinds_of_layers(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines with the kinds of layers of the stages, if kinds differ. Equal neighbours share a line."""
+    for kinds, stages in groupby(document["per_stage"], key=lambda stage: stage["layer_kinds"]):
+        numbers = [stage["stage"] for stage in stages]
+        if kinds:
+            title = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
+            yield f"{title}: {kinds}{' each' if len(numbers) > 1 else ''}"
+
+
 def _stages(document: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     headings = ("stage", "layers", "time\nms", "weights\nGiB", "working\nGiB", "KV\nGiB", "KV\npages", "KV\ntokens")
@@ -170,6 +177,7 @@ def _stages(document: Mapping[str, Any]) -> Table:
     for stage in document["per_stage"]:
         first, end = stage["layers"]
         short, free = stage["short_bytes"], formats.gib(stage["free_bytes"])
+        pages = stage["pages"]
         table.add_row(
             str(stage["stage"]),
             f"{first}-{end - 1}",
@@ -177,8 +185,8 @@ def _stages(document: Mapping[str, Any]) -> Table:
             formats.gib(stage["weights_bytes"]),
             formats.gib(stage["working_bytes"]),
             formats.gib(stage["kv_bytes"]),
-            f"{stage['pages']:,}",
-            f"{stage['pages'] * document['page_size']:,}",
+            "-" if pages is None else f"{pages:,}",
+            "-" if pages is None else f"{pages * document['page_size']:,}",
             formats.gib(stage["total_bytes"]),
             Text(f"-{formats.gib(short)}", style="bold red") if short else free,
         )

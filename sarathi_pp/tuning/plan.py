@@ -132,7 +132,7 @@ class _Document:
             "inflight": run.inflight,
             "max_num_seqs": run.max_num_seqs,
             "page_size": run.page_size,
-            "pages": run.num_pages,
+            "pages": run.num_pages if self._has_pages() else None,
             "longest_request_tokens": self.memory.longest,
             "state_bytes_per_sequence": state_bytes(self.memory.rank_facts.caches, self.memory.dtype.itemsize),
             "floor": self._floor(),
@@ -153,7 +153,7 @@ class _Document:
             "weights_bytes": memory.weights[stage],
             "stored_bytes": self.memory.weights.stored_bytes(candidate.run.layers[stage]),
             "working_bytes": memory.working[stage],
-            "pages": candidate.pages[stage],
+            "pages": candidate.pages[stage] if self._has_pages(candidate.run.layers[stage]) else None,
             "kv_bytes": memory.kv[stage],
             "least_kv_bytes": memory.least_kv[stage],
             "state_bytes": memory.states[stage],
@@ -170,21 +170,33 @@ class _Document:
 
     def _verdict(self) -> str:
         run, memory = self.candidate.run, self.candidate.memory
-        num_tokens = run.num_pages * run.page_size
         if not self.candidate.fits:
             worst = max(range(run.num_stages), key=memory.short.__getitem__)
             short = in_gib(memory.short[worst])
             if memory.rooms is None or memory.totals[worst] <= memory.rooms[worst]:
-                states = f"the states of {run.max_num_seqs} sequences and " if memory.states[worst] else ""
-                tokens = f"{self.memory.longest:,} tokens"
-                return f"does not fit: the KV cache lacks {short} for {states}a request of {tokens}"
+                return f"does not fit: the KV cache lacks {short} for {self._least_contents(worst)}"
             if self.planner.basis.rooms.separate() is None:
                 return f"does not fit: all stages together lack {short} on this host"
             return f"does not fit: stage {worst} lacks {short}"
+        num_tokens = run.num_pages * run.page_size
+        held = f"{num_tokens:,} tokens" if self._has_pages() else f"the states of {run.max_num_seqs} sequences"
         if memory.rooms is None:
-            return f"fits the KV cache of the profile, {num_tokens:,} tokens; room for weights is not checked"
+            return f"fits the KV cache of the profile, {held}; room for weights is not checked"
         limit = "" if num_tokens >= run.max_model_len else f", requests of up to {num_tokens:,}"
-        return f"fits: a KV cache of {num_tokens:,} tokens{limit}"
+        return f"fits: a KV cache of {held}{limit}"
+
+    def _least_contents(self, stage: int) -> str:
+        """Return what the KV cache of a stage must hold at least."""
+        parts = []
+        if self.candidate.memory.states[stage]:
+            parts.append(f"the states of {self.candidate.run.max_num_seqs} sequences")
+        if self._has_pages(self.candidate.run.layers[stage]):
+            parts.append(f"a request of {self.memory.longest:,} tokens")
+        return " and ".join(parts)
+
+    def _has_pages(self, layers: tuple[int, int] | None = None) -> bool:
+        """Return whether some of the layers [first, end) keep KV pages. None: all layers of the model."""
+        return self.memory.page_bytes(layers or (0, self.memory.num_layers)) > 0
 
     def _options(self) -> list[str]:
         """Return the options for `generate`. Those that affect memory are included if they are not the defaults."""

@@ -430,3 +430,15 @@ def test_equal_layers_have_no_kinds(tmp_path: Path) -> None:
     file = StringIO()
     Console(file=file, width=120).print(render_plan(found))
     assert "layers differ" not in file.getvalue()
+
+
+def test_neighbours_with_equal_kinds_of_layers_share_a_line(tmp_path: Path) -> None:
+    found = plan(tmp_path)
+    kinds = ["4 linear", "3 linear, 1 attention", "3 linear, 1 attention", "4 linear", None]
+    stages = [found["per_stage"][0] | {"stage": stage, "layer_kinds": each} for stage, each in enumerate(kinds)]
+    lines = rendered(found | {"per_stage": stages})
+    start = next(number for number, line in enumerate(lines) if "differ" in line)
+    assert lines[start + 1 : start + 4] == [
+        "  stage 0: 4 linear", "  stages 1 to 2: 3 linear, 1 attention each", "  stage 3: 4 linear"
+    ]  # fmt: skip
+    assert not lines[start + 4].startswith("  stage")

@@ -15,7 +15,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.tuning.model_memory import ModelMemory, PlannedModel
 from sarathi_pp.tuning.plan import make_plan
-from tests.stages.test_state_capacity import CACHES, PAGE_BYTES, STATE_BYTES
+from tests.stages.test_state_capacity import CACHES, PAGE_BYTES, STATE, STATE_BYTES
 from tests.tuning.test_plan import ADDER, WORKLOAD, plan
 
 # Pages of the longest request of the workload, of 364 tokens, in the two layers that have pages.
@@ -36,7 +36,7 @@ def test_the_states_of_each_stage_are_planned(hybrid: PlannedModel, tmp_path: Pa
     budget = 2000 * 3 * PAGE_BYTES + 128 * 2 * STATE_BYTES  # of the first stage of the profile
     pages = (budget - 128 * 2 * STATE_BYTES) // (2 * PAGE_BYTES)
     first, last = found["per_stage"]
-    assert (first["pages"], last["pages"], found["pages"]) == (pages, 128 * 1152 // 16, pages)
+    assert (first["pages"], last["pages"], found["pages"]) == (pages, None, pages)
     assert (first["state_bytes"], last["state_bytes"]) == (128 * 2 * STATE_BYTES, 128 * STATE_BYTES)
     assert (first["kv_bytes"], last["kv_bytes"]) == (budget, 128 * STATE_BYTES)
     assert (first["least_kv_bytes"], last["least_kv_bytes"]) == (
@@ -46,7 +46,19 @@ def test_the_states_of_each_stage_are_planned(hybrid: PlannedModel, tmp_path: Pa
     text = StringIO()
     Console(file=text, width=200).print(render_plan(found))
     assert "KV includes the states of 128 sequences" in text.getvalue()
+    (row,) = (line.split() for line in text.getvalue().splitlines() if line.split()[:2] == ["1", "4-4"])
+    assert row[6:8] == ["-", "-"]
     assert f"One has {3 * STATE_BYTES / 2**20:.3g} MiB in all stages" in text.getvalue()
+
+
+def test_a_model_without_attention_has_no_pages(hybrid: PlannedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = replace(hybrid.facts, own_caches=(STATE,) * 5)
+    monkeypatch.setattr(PlannedModel, "find", lambda name: replace(hybrid, facts=facts))
+    found = cached(64 * 5 * STATE_BYTES)
+    assert found["verdict"] == "fits: a KV cache of the states of 64 sequences"
+    assert [found["pages"], *(stage["pages"] for stage in found["per_stage"])] == [None, None]
+    found = cached(64 * 5 * STATE_BYTES - 1)
+    assert not found["fits"] and found["verdict"].endswith("for the states of 64 sequences")
 
 
 def test_a_plan_without_states_does_not_speak_of_them(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ class LayerShape:
     kv_heads: int = 1
     state_values: int = 0
 
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether the layer keeps a state per sequence, instead of KV pages."""
+        return keeps_state(self.kind)
+
     @classmethod
     def plain(
         cls,
@@ -70,6 +75,11 @@ class LayerShape:
     def shard_values(self, shards: int) -> int:
         """Return the numbers that one of `shards` tensor shards stores per token: at least one part of them."""
         return self.token_values // self.kv_heads * max(1, self.kv_heads // shards)
+
+
+def keeps_state(kind: str) -> bool:
+    """Return whether layers of a kind keep a state per sequence, instead of KV pages."""
+    return kind.partition(" ")[0] in STATE_KINDS
 
 
 def count_kinds(kinds: Iterable[str]) -> str:

@@ -24,14 +24,7 @@ _REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # Keys of run.json that become keys of the report, because no trace holds them.
 _NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
-_NUMBERS = (
-    "max_num_seqs",
-    "max_model_len",
-    "request_rate",
-    "kv_cache_bytes",
-    "max_pages",
-    "state_bytes_per_sequence",
-)
+_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
 # Keys of an earlier report.json that are kept. They are known only at the end of a run.
 _ENDINGS = ("resumed", "written", "stopped_by")
 
@@ -74,6 +67,7 @@ class Run:
             max_pages=report.get("max_pages"),
             request_rate=report.get("request_rate"),
             pages_follow_layers=report.get("attention") != "emulated",
+            keeps_states="state_bytes_per_sequence" in report,
         )
 
 
@@ -228,6 +222,8 @@ def _facts(run: Path) -> dict[str, Any]:
     names = {name: known[name] for name in _NAMES if isinstance(known.get(name), str)}
     numbers = {name: known.get(name) for name in _NUMBERS}
     facts = names | {name: value for name, value in numbers.items() if isinstance(value, int | float) and value > 0}
+    if isinstance(states := known.get("state_bytes_per_sequence"), int) and states >= 0:
+        facts["state_bytes_per_sequence"] = states
     shards, command = known.get("tensor_parallel_size"), known.get("command")
     if isinstance(shards, int) and shards > 1:
         facts["tensor_parallel_size"] = shards

@@ -383,4 +383,5 @@ def open_model(config: RunConfig) -> tuple[RunConfig, Path | None, Profile | Non
 
     profile = read_profile(config.emulate)
     facts = emulated_facts(profile, config.page_size)
+    facts.prefix_cache(config.prefix_cache)  # raises for a model that has none
     return with_profile(tuned(config, facts), profile), None, profile, facts

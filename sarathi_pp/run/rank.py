@@ -327,7 +327,8 @@ class Rank:
             kv_cache_bytes: bytes of the KV cache on the rank that holds most; None if stages are emulated and hold
                 nothing.
             max_pages: number of KV pages for which every rank has room.
-            state_bytes_per_sequence: bytes of a sequence's states in all layers; left out if no layer keeps one.
+            state_bytes_per_sequence: bytes of a sequence's states in all layers; 0 if stages are emulated, and
+                left out if no layer keeps one.
         """
         checked, dtype, held = self.checked, self._loaded.dtype, None
         if checked.profile is None:
@@ -336,7 +337,7 @@ class Rank:
         return {
             "kv_cache_bytes": held,
             "max_pages": min(self._loaded.num_pages),
-            **({"state_bytes_per_sequence": states} if states else {}),
+            **({"state_bytes_per_sequence": states} if checked.facts.has_states else {}),
         }
 
 

@@ -85,16 +85,18 @@ class Experiment:
                 f"{self.workload.spec} has requests of up to {self.workload.max_tokens} tokens; the KV pool of "
                 f"{self.profile.model} holds {room} tokens: use shorter requests, or a profile with more pages"
             )
+        max_num_seqs = self.max_num_seqs or self.profile.max_num_seqs
         return Limits(
             num_stages=num_stages,
             chunk_size=self.chunk_size,
-            max_num_seqs=self.max_num_seqs or self.profile.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len or self.workload.max_tokens,
             page_size=self.profile.page_size,
             num_pages=self.profile.pages,
             inflight=self.inflight or self.policy.inflight(num_stages),
             prefix_cache=self._prefix_cache(),
             most_idle_pages=most_idle_pages(self.profile.device, self.profile.pages),
+            num_slots=max_num_seqs if self.profile.cost.keeps_states else 0,
         )
 
     def _prefix_cache(self) -> PrefixCacheMode:

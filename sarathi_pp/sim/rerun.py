@@ -144,6 +144,7 @@ class Rerun:
         max_pages: int | None = None,
         request_rate: float | None = None,
         pages_follow_layers: bool = True,
+        keeps_states: bool = False,
     ) -> Self | None:
         """Return the rerun of a recorded run, or None if the run cannot be repeated.
 
@@ -157,6 +158,7 @@ class Rerun:
             max_pages: pages that its memory could hold; None for no more than it had.
             request_rate: arrivals per second; None if requests arrived as soon as they were read.
             pages_follow_layers: False for emulated stages, whose pages are from a profile.
+            keeps_states: layers keep a state per sequence, so policies repeat no tokens.
 
         Raises:
             CannotTry: it would take too long, the simulated run is not as long as the real one, or the run both found
@@ -185,6 +187,7 @@ class Rerun:
             num_pages=start.num_pages,
             inflight=start.inflight,
             prefix_cache="off",  # a trace has no token ids, and the prompts of `_requests` are all equal
+            num_slots=seats if keeps_states else 0,
         )
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
@@ -257,6 +260,8 @@ class Rerun:
             limits = replace(limits, inflight=policy.inflight(limits.num_stages))
         names = ("chunk_size", "max_num_seqs", "inflight", "num_pages")
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
+        if limits.num_slots:
+            given["num_slots"] = given.get("max_num_seqs", limits.num_slots)
         return policy, replace(limits, **given), cost
 
     def _pages(self, change: Change, cost: CostModel) -> int:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun, RunConfig
-from sarathi_pp.core.cost.model import Load
+from sarathi_pp.core.cost.model import CostModel, Load
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.drawing.sampling import uniform
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache
 from sarathi_pp.stages.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Receiver
@@ -54,7 +55,18 @@ def emulated_facts(profile: Profile, page_size: int | None) -> ModelFacts:
         dtype=profile.dtype,
         tie_word_embeddings=False,
         fingerprint=hashlib.sha256(json.dumps(profile.to_json(), sort_keys=True).encode()).hexdigest(),
+        own_caches=_caches(profile.cost),
     )
+
+
+def _caches(cost: CostModel) -> tuple[LayerCache, ...]:
+    """Return the caches of the layers if some keep a state per sequence; otherwise an empty tuple.
+
+    A profile has no sizes of states, so these are 0. A run needs to know only that there are states.
+    """
+    if not cost.keeps_states:
+        return ()
+    return tuple(StateCache((0, 0)) if layer.keeps_state else PagedCache(1, 1, 1) for layer in cost.layer_costs)
 
 
 class EmulatedStage:

@@ -165,8 +165,10 @@ class _Document:
 
     def _kinds(self, layers: tuple[int, int]) -> str | None:
         """Return how many layers each kind has, such as "12 linear, 4 attention"; None if all layers are alike."""
-        costs = self.candidate.profile.cost.layer_costs[slice(*layers)]
-        return count_kinds(layer.kind for layer in costs) or None
+        costs = self.candidate.profile.cost.layer_costs
+        if len(set(costs)) < 2:
+            return None
+        return count_kinds(layer.kind for layer in costs[slice(*layers)])
 
     def _verdict(self) -> str:
         run, memory = self.candidate.run, self.candidate.memory

@@ -9,6 +9,7 @@ import torch
 
 from sarathi_pp.cli.main import main
 from sarathi_pp.config import ATTENTIONS, RunConfig
+from sarathi_pp.core.cost.model import LayerCost
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention import BACKENDS
 from sarathi_pp.model.checkpoint.support import check_model
@@ -16,6 +17,7 @@ from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run import preflight
 from sarathi_pp.run.preflight import BatchOptions
+from tests.core.cost.test_profile import PROFILE
 from tests.model.families import write_checkpoint
 
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
@@ -118,3 +120,21 @@ def test_a_model_that_keeps_states_has_no_prefix_cache(output, monkeypatch):
         notes("prompts")
     monkeypatch.undo()
     assert notes("auto") == ()
+
+
+def test_emulated_stages_of_a_hybrid_have_no_prefix_cache_either(output, tmp_path):
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt_token_ids": [3]}\n')
+    profile = tmp_path / "profile.json"
+
+    def notes(kind, mode):
+        layers = tuple(LayerCost(one, 1e-3, 1e-3, 0, 0, 0, page_bytes=0) for one in [kind] + ["attention"] * 7)
+        cost = replace(PROFILE.cost, layer_costs=layers)
+        profile.write_text(json.dumps(replace(PROFILE, cost=cost).to_json()))
+        config = RunConfig(model="", emulate=profile, prefix_cache=mode, stages=2)
+        return preflight.preflight(BatchOptions(config, str(rows), str(output))).notes
+
+    assert notes("linear", "auto")[0].startswith("the prefix cache is off: some layers keep one state per sequence")
+    assert notes("linear", "off") == notes("attention", "all") == ()
+    with pytest.raises(ConfigError, match=r"--prefix-cache is all; some layers keep one state .*Give .* off, or"):
+        notes("linear", "all")

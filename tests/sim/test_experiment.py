@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.model import CostModel, LayerCost, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.policy import POLICIES, parse_policy
 from sarathi_pp.sim.capacity import find_capacity
@@ -96,3 +97,14 @@ def test_a_cache_raises_the_rate_that_a_pipeline_can_serve() -> None:
     plain, shared = "fixed:n=60,prompt=100,output=2", "fixed:n=60,prompt=100,output=2,shared=96"
     before, after = (find_capacity(experiment(spec, chunk_size=128), tbt_slo_s=30.0).rate for spec in (plain, shared))
     assert before is not None and after is not None and after > 2 * before
+
+
+def test_tokens_are_repeated_only_if_no_layer_keeps_a_state() -> None:
+    """States must get each token once. A real run does not repeat tokens for them either."""
+    kinds = ("linear", "attention")
+    hybrid = replace(COST, layer_costs=tuple(LayerCost(kind, 0.5, 0.1, 0, 0, 0, page_bytes=0) for kind in kinds))
+    overlapping = parse_policy("chunkllm:threshold=32,overlap=0.25")
+    runs = [experiment(PLAIN, policy=overlapping, profile=replace(PROFILE, cost=cost)) for cost in (COST, hybrid)]
+    repeated, once = (sum(event.prefill_tokens for event in simulate(one).issued) for one in runs)
+    assert once == sum(prompt for prompt, _ in runs[0].workload.lengths()) < repeated
+    assert [one.limits().num_slots for one in runs] == [0, 6]

@@ -3,11 +3,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sarathi_pp.analysis.timeline import StageTimeline, Timeline
-from sarathi_pp.core.cost.model import CostModel, StageCost
+from sarathi_pp.core.cost.model import CostModel, LayerCost, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.policy import Limits, parse_policy
@@ -42,7 +43,7 @@ def recorded(run: Experiment) -> Rerun:
     return rerun
 
 
-def rerun_of(timeline: Timeline, run: Experiment, max_pages: int | None = None) -> Rerun | None:
+def rerun_of(timeline: Timeline, run: Experiment, max_pages: int | None = None, **options: Any) -> Rerun | None:
     return Rerun.of(
         timeline,
         run.cost(),
@@ -50,6 +51,7 @@ def rerun_of(timeline: Timeline, run: Experiment, max_pages: int | None = None) 
         max_num_seqs=run.max_num_seqs,
         max_model_len=run.workload.max_tokens,
         max_pages=max_pages,
+        **options,
     )
 
 
@@ -229,6 +231,17 @@ def test_pages_that_seats_can_take_grow_with_the_seats() -> None:
         assert rerun is not None
         assert rerun.wall_s(Change(max_num_seqs=8)) == rerun.wall_s(Change(max_num_seqs=8, num_pages=4 * 32))
         assert rerun.wall_s(Change(max_num_seqs=8)) > 1.1 * expected
+
+
+def test_a_run_with_states_repeats_no_tokens_again() -> None:
+    policy = "chunkllm:threshold=32,overlap=0.25"
+    run = experiment(policy=policy)
+    kinds = ["linear"] + ["attention"] * (PROFILE.num_layers - 1)
+    layers = tuple(LayerCost(kind, 1e-3, 1e-3, 0, 0, 0, page_bytes=0) for kind in kinds)
+    hybrid = replace(run, profile=replace(PROFILE, cost=replace(PROFILE.cost, layer_costs=layers)))
+    rerun = rerun_of(simulate(hybrid), hybrid, keeps_states=True)
+    assert rerun is not None and rerun.wall_s(Change()) == pytest.approx(seconds(hybrid), rel=1e-9)
+    assert [rerun._with(Change(max_num_seqs=seats))[1].num_slots for seats in (None, 24)] == [12, 24]
 
 
 def with_hosts(timeline: Timeline, host_s: float) -> Timeline:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sarathi_pp.core.cost.model import CostModel, Load, StageCost
+from sarathi_pp.core.cost.model import CostModel, LayerCost, Load, StageCost
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch
-from sarathi_pp.stages.emulated_stage import EmulatedStage
+from sarathi_pp.model.layer_cache import StateCache, state_bytes
+from sarathi_pp.stages.emulated_stage import EmulatedStage, emulated_facts
 from tests.core.cost.test_profile import PROFILE
 
 HEAVY_HEAD = CostModel(1, (StageCost((0, 4), 4e-3, 0, 0, 0, 0), StageCost((4, 8), 4e-3 + 8e-3, 0, 0, 0, 0)))
@@ -48,3 +49,13 @@ def test_other_stages_are_cut_as_a_plan_cuts_them() -> None:
     found = [slept_s(layers, stage) for stage in range(3)]
     assert found == pytest.approx([6e-3, 1e-3, 9e-3])
     assert found == [cut.seconds(stage, load) for stage in range(3)]
+
+
+def test_a_hybrid_s_layers_keep_states_that_take_no_memory() -> None:
+    kinds = ["linear"] * 3 + ["attention", "mamba", "conv with experts", "latent attention", "attention with an MLP"]
+    layers = tuple(LayerCost(kind, 1e-3, 1e-3, 0, 0, 0, page_bytes=0) for kind in kinds)
+    hybrid = emulated_facts(replace(PROFILE, cost=replace(HEAVY_HEAD, layer_costs=layers)), None)
+    assert [isinstance(cache, StateCache) for cache in hybrid.caches] == [*[True] * 3, False, True, True, False, False]
+    assert hybrid.has_states and state_bytes(hybrid.caches, 4) == 0
+    plain = emulated_facts(replace(PROFILE, cost=replace(HEAVY_HEAD, layer_costs=(layers[3],) * 8)), None)
+    assert not plain.has_states and not emulated_facts(PROFILE, None).has_states

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from sarathi_pp.cli.plan import render_plan
 from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost.model import LayerCost
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.tuning.model_memory import ModelMemory, PlannedModel
 from sarathi_pp.tuning.plan import make_plan
 from tests.stages.test_state_capacity import CACHES, PAGE_BYTES, STATE, STATE_BYTES
-from tests.tuning.test_plan import ADDER, WORKLOAD, plan
+from tests.tuning.test_plan import ADDER, PROFILE, WORKLOAD, plan
 
 # Pages of the longest request of the workload, of 364 tokens, in the two layers that have pages.
 REQUEST_BYTES = 23 * 2 * PAGE_BYTES
@@ -111,3 +112,9 @@ def test_graphs_take_no_memory_in_a_model_that_keeps_states(hybrid: PlannedModel
 
 def test_requests_that_cannot_share_pages_get_no_more_seats(hybrid: PlannedModel, tmp_path: Path) -> None:
     assert plan(tmp_path, workload="fixed:n=64,prompt=330,output=34,shared=304", max_num_seqs=4)["notes"] == []
+
+
+def test_equal_layers_with_states_are_not_said_to_differ(tmp_path: Path) -> None:
+    layers = (LayerCost("mamba", 1e-3, 1e-3, 0, 0, 0, page_bytes=0),) * 5
+    found = plan(tmp_path, replace(PROFILE, cost=replace(PROFILE.cost, layer_costs=layers)))
+    assert [stage["layer_kinds"] for stage in found["per_stage"]] == [None, None]

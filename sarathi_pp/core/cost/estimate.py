@@ -160,7 +160,7 @@ def estimate_cost(
     head_s = 2 * head_weights / speeds[-1].flops[size]
     stages = (*model.stages[:-1], replace(last, a0=last.a0 + head_read_s, head_s=head_s))
     layer_costs: tuple[LayerCost, ...] = ()
-    if len(set(shapes)) > 1:
+    if len(set(shapes)) > 1 or any(shape.keeps_state for shape in shapes):
         each = estimate_stages([(index, index + 1) for index in range(len(shapes))], [speeds[0]] * len(shapes)).stages
         layer_costs = tuple(LayerCost.of(shape.kind, stage) for shape, stage in zip(shapes, each, strict=True))
     return replace(model, stages=stages, layer_costs=layer_costs)

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass, replace
 
 from sarathi_pp.core.plan import MicroBatch
-from sarathi_pp.layer_shape import STATE_KINDS
+from sarathi_pp.layer_shape import keeps_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,11 @@ class LayerCost:
     a4: float
     page_bytes: int
 
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether the layer keeps a state per sequence, instead of KV pages."""
+        return keeps_state(self.kind)
+
     @classmethod
     def of(cls, kind: str, stage: StageCost) -> LayerCost:
         """Return the coefficients of a stage that has this layer alone."""
@@ -149,7 +154,8 @@ class CostModel:
         tile: number of tokens that linear layers compute in one step.
         stages: the coefficients of each stage, first stage first.
         ridge: on every stage, fewer tokens take as long as this number of tokens. 0 means no ridge.
-        layer_costs: how the layers of a stage divide its time among them. Empty if all layers are alike.
+        layer_costs: how the layers of a stage divide its time among them. Empty if all layers are alike and keep
+            no state.
     """
 
     tile: int
@@ -160,7 +166,7 @@ class CostModel:
     @property
     def keeps_states(self) -> bool:
         """Return whether some layers keep a state per sequence, so that sequences cannot share KV pages."""
-        return any(layer.kind.split()[0] in STATE_KINDS for layer in self.layer_costs)
+        return any(layer.keeps_state for layer in self.layer_costs)
 
     def tiles(self, num_tokens: int) -> int:
         """Return the number of tiles that linear layers compute for a microbatch of `num_tokens` tokens."""

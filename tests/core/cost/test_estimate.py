@@ -212,3 +212,11 @@ def test_layers_get_costs_of_their_own_only_if_they_differ() -> None:
     assert [cost.kind for cost in costs] == ["linear", "linear", "latent attention", "linear"]
     assert [cost.a2 > 0 for cost in costs] == [False, False, True, False]
     assert costs[0] == costs[3] and costs[2].a1 > costs[0].a1
+
+
+def test_equal_layers_have_costs_of_their_own_only_if_they_keep_states() -> None:
+    """Otherwise nothing in a profile would say that sequences cannot share pages."""
+    assert estimate_cost(HALVES, **SHAPE).layer_costs == ()
+    state = replace(LAYER, kind="mamba", score_channels=0, token_values=0, state_values=1000)
+    model = estimate_cost(HALVES, **SHAPE | {"shapes": [state] * 16})
+    assert model.keeps_states and len(model.layer_costs) == 16 and len(set(model.layer_costs)) == 1

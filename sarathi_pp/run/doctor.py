@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,11 +46,13 @@ from sarathi_pp.model.layer_cache import state_bytes, token_values
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
-from sarathi_pp.stages.capacity import DeviceMemory, kv_budget_bytes
-from sarathi_pp.text.tokenizer import Tokenizer
+from sarathi_pp.stages.capacity import DeviceMemory, count_pages, kv_budget_bytes, resolve_limits
+from sarathi_pp.text.tokenizer import Tokenizer, has_tokenizer
 from sarathi_pp.wire.shared_memory import can_share
 
 SCHEMA = 1
+# Tokens per KV page, the default of most attention backends.
+_PAGE_SIZE = 16
 
 State = Literal["used", "unused", "doubtful", "refused"]
 # Optional packages, by import name: the purpose of each, and the command that installs it.
@@ -225,12 +227,23 @@ def _kv_pages(facts: ModelFacts, device: torch.device) -> Finding:
 
 
 def _states(facts: ModelFacts, device: torch.device) -> Finding:
-    """Return the finding about the states that layers keep for each sequence."""
+    """Return the finding about the states of all sequences that may run at once, by default and in one stage.
+
+    It is refused if the memory has no room for them.
+    """
     dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
-    each = state_bytes(facts.caches, dtype.itemsize) / 2**20
-    return Finding(
-        "model", "states", "used", f"{each:,.4g} MiB for each of --max-num-seqs sequences, divided among the stages"
-    )
+    config, each = RunConfig(model=""), state_bytes(facts.caches, dtype.itemsize)
+    limits = resolve_limits(config, facts, 1, (), _PAGE_SIZE)
+
+    def room() -> str:
+        budget = kv_budget_bytes(config, DeviceMemory.of(device), {})
+        count_pages(budget, facts, (0, facts.num_layers), limits, dtype)
+        return (
+            f"{each / 2**20:,.4g} MiB per sequence. With one stage, {limits.num_slots} sequences (--max-num-seqs) take "
+            f"{in_gib(limits.num_slots * each)} of {in_gib(budget)} for states and KV pages"
+        )
+
+    return _asked("model", "states", room)
 
 
 def _needs(facts: ModelFacts, device: torch.device) -> Needs:
@@ -328,7 +341,7 @@ def _host(device: torch.device) -> Iterator[Finding]:
     budget = in_gib(kv_budget_bytes(RunConfig(model=""), memory, {}))
     tightest = min(memory.pools, key=lambda pool: pool.free_bytes)
     free = f"{in_gib(tightest.free_bytes)} free in {tightest.title}"
-    yield Finding("host", "memory", "used", f"{free}; KV pages of a stage get {budget}")
+    yield Finding("host", "memory", "used", f"{free}; KV pages and states of a stage get {budget}")
 
 
 def _packages(device: torch.device) -> Iterator[Finding]:
@@ -374,6 +387,8 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
 
     def tokenizer() -> str:
         defaults = read_generation_config(directories[0])
+        if not has_tokenizer(directories[0]):
+            return "no files, so prompts must be token ids, and outputs have no text"
         Tokenizer.load(directories[0], vocab_size=known[0].vocab_size, eos_token_ids=defaults.eos_token_ids)
         return f"{known[0].vocab_size} tokens"
 
@@ -383,7 +398,14 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
 
     steps = {"files": files, "architecture": architecture, "weights": weights, "tokenizer": tokenizer}
     for title, work in {**steps, **({"sha256": sums} if verify else {})}.items():
-        finding = _asked("model", title, work)
+        finding = _check_used(_asked("model", title, work), directories)
         yield finding
         if finding.state == "refused":
             return
+
+
+def _check_used(finding: Finding, directories: Sequence[Path]) -> Finding:
+    """Return the finding, or one about a tokenizer that is not used, if the model's directory has no files for it."""
+    if finding.name != "tokenizer" or finding.state != "used" or has_tokenizer(directories[0]):
+        return finding
+    return replace(finding, state="unused")

@@ -64,7 +64,8 @@ def test_budgets_and_threads_are_of_the_cgroup(inside: tuple[str, ...]) -> None:
     assert f"threads: {min(cpus, 2)} for a single stage, 1 for each of two stages" in found["cores"]
     assert (", of which a cgroup allows 1.5;" in found["cores"]) == (cpus > 1.5)
     numbers = re.fullmatch(
-        r"([\d.]+) GiB free in the memory of cgroup \S+; KV pages of a stage get ([\d.]+) GiB", found["memory"]
+        r"([\d.]+) GiB free in the memory of cgroup \S+; KV pages and states of a stage get ([\d.]+) GiB",
+        found["memory"],
     )
     assert numbers is not None, found["memory"]
     free_gib, budget_gib = map(float, numbers.groups())

@@ -177,12 +177,32 @@ def test_the_memory_of_a_token_is_named(ask: Ask, tmp_path: Path) -> None:
     assert found == "a token takes 240 values, 48 in each of 5 layers: 0.9375 KiB"
 
 
+def test_a_model_without_tokenizer_files_uses_no_tokenizer(ask: Ask, tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path)
+    code, document, _ = ask("--model", tmp_path)
+    found = finding(document, "model", "tokenizer")
+    assert (code, found["state"]) == (0, "unused")
+    assert found["detail"] == "no files, so prompts must be token ids, and outputs have no text"
+    (tmp_path / "generation_config.json").write_text("[]")
+    code, document, _ = ask("--model", tmp_path)
+    assert (code, finding(document, "model", "tokenizer")["state"]) == (65, "refused")
+
+
 def test_a_model_that_keeps_states_says_that_it_has_no_prefix_cache(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = (StateCache((4, 1 << 20), (1 << 20, 2)),) * 5
     monkeypatch.setattr(doctor, "check_model", lambda directory: replace(check_model(directory), own_caches=caches))
+    monkeypatch.setattr(doctor, "kv_budget_bytes", lambda *_: 3 << 30)
     code, document, _ = ask("--model", ADDER)
     shared, states = (finding(document, "model", name) for name in ("prefix cache", "states"))
     assert code == 0 and shared["state"] == "unused" and shared["detail"].startswith("off: some layers keep one state")
-    assert states["detail"] == f"{5 * 24} MiB for each of --max-num-seqs sequences, divided among the stages"
+    assert states["detail"] == (
+        "120 MiB per sequence. With one stage, 17 sequences (--max-num-seqs) take 1.99 GiB of 3 GiB for states and KV "
+        "pages"
+    )
+    monkeypatch.setattr(doctor, "kv_budget_bytes", lambda *_: 1 << 30)
+    code, document, said = ask("--model", ADDER)
+    refused = finding(document, "model", "states")
+    assert (code, refused["state"]) == (2, "refused") and "try  --max-num-seqs 8 or less" in refused["detail"]
+    assert said.splitlines()[-1] == "refused: model states (exit code 2)"
     monkeypatch.undo()
     assert "states" not in [one["name"] for one in ask("--model", ADDER)[1]["findings"]]

@@ -12,6 +12,7 @@ So layers keep their index in the whole model, and everything that depends on it
 
 from __future__ import annotations
 
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from sarathi_pp.model.families import Family
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.narrow_weights import NarrowType, hold_narrow
 from sarathi_pp.model.tensor_parallel import Split
+
+# Found in a pattern that names the layer with one index.
+_NAMES_LAYER = re.compile(r"layers\\\.\d")
 
 
 def partial_class(
@@ -49,6 +53,7 @@ def partial_class(
             architecture.__init__(self, config)
         except Exception as error:  # no weights are read yet, so config.json is the cause
             raise refuse_config(directory, error) from error
+        _report_layers(self)
         base = self.get_submodule(family.base)
         blocks = getattr(base, family.layers)
         for index in (*range(first), *range(end, num_layers)):
@@ -73,6 +78,16 @@ def partial_class(
     if not (ends and tied):
         namespace["_tied_weights_keys"] = {}
     return type(architecture.__name__, (architecture,), namespace)
+
+
+def _report_layers(model: Any) -> None:
+    """Let transformers report stored layers that the model does not have.
+
+    For some families it ignores a layer with a certain index, because a published model has a layer for multi-token
+    prediction (MTP) there. config.json says if it is one, see `draft_layers` in checkpoint/surplus.py.
+    """
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    model._keys_to_ignore_on_load_unexpected = {name for name in ignored if not _NAMES_LAYER.search(name)}
 
 
 def drop_tied_embedding(base: Any, family: Family) -> None:

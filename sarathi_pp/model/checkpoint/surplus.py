@@ -31,6 +31,8 @@ _OF_WEIGHTS = (
     *("_packed", "_shape", "_scale", "_scale_inv", "_zero_point", "_g_idx"),
 )
 _IN_LAYER = re.compile(r"(^|\.)\d+\.")
+# Keys of config.json with the number of layers for multi-token prediction.
+_DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")
 _OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -40,10 +42,11 @@ def draft_layers(values: Mapping[str, object]) -> range:
     Args:
         values: config.json. Numbers that are none name no such layers; support.py reports them.
     """
-    num_layers, num_drafts = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
-    if not isinstance(num_layers, int) or not isinstance(num_drafts, int):
+    num_layers = values.get("num_hidden_layers")
+    num_drafts = [value for key in _DRAFTS if isinstance(value := values.get(key), int)]
+    if not isinstance(num_layers, int) or not num_drafts:
         return range(0)
-    return range(num_layers, num_layers + num_drafts)
+    return range(num_layers, num_layers + num_drafts[0])
 
 
 def surplus_kind(key: str, entry: TensorEntry, drafts: range = range(0)) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from sarathi_pp.errors import InputError, UnsupportedModelError
@@ -80,6 +81,26 @@ def test_layers_for_multi_token_prediction_are_left_aside(llama: tuple[Path, Any
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     load_stage(tmp_path, (4, 5), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
     assert "layers for multi-token prediction (model.layers.5.e" in check_model(tmp_path).notes[0]
+
+
+@pytest.mark.parametrize("said", [{}, {"num_nextn_predict_layers": None}, {"num_nextn_predict_layers": 0}])
+def test_a_layer_that_config_json_does_not_count_is_an_error(
+    said: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers ignores the layer with index 61 of every DeepSeek model, whatever its config.json says."""
+    ignored = [rf"model\.layers\.{NUM_LAYERS}.*", "other"]
+    monkeypatch.setattr(transformers.DeepseekV3PreTrainedModel, "_keys_to_ignore_on_load_unexpected", ignored)
+    write_checkpoint("deepseek_v3", tmp_path / "source")
+    names = (f"model.layers.{NUM_LAYERS}.eh_proj.weight", "other.weight")
+    with_tensors(tmp_path / "source", tmp_path, {name: torch.zeros(2, 48) for name in names})
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    with pytest.raises(InputError, match=f"the model has no place for {names[0]};"):
+        load_stage(tmp_path, (4, 5), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_mtp_layers": 1}))
+    load_stage(tmp_path, (4, 5), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 4))
 
 
 @pytest.mark.parametrize("name", SURPLUS)

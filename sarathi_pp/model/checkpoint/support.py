@@ -42,7 +42,7 @@ from sarathi_pp.model.checkpoint.surplus import draft_layers, refuse_types, surp
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
 from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache, plain_caches
-from sarathi_pp.model.state.caches import ATTENTION_LAYERS, STATE_LAYERS, own_caches
+from sarathi_pp.model.state.caches import LAYER_TYPES, own_caches
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -455,7 +455,7 @@ def _refuse_layer_types(config: ConfigFile, family: Family, num_layers: int) -> 
     older = family.states == "mamba" and not config.values.get("layer_types")
     key = "layers_block_type" if older else "layer_types"
     layer_types = config.values.get(key)
-    allowed = _LAYER_TYPES if family.states is None else (*ATTENTION_LAYERS, *STATE_LAYERS)
+    allowed = _LAYER_TYPES if family.states is None else LAYER_TYPES[family.states]
     if layer_types is None:
         return
     if not isinstance(layer_types, list) or len(layer_types) < num_layers:

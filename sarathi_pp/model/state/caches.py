@@ -19,8 +19,14 @@ _COLUMNS = 16
 _NO_LIMITS = [0.0, math.inf]
 # Names in layer_types of layers with a state. The first names are those of older configurations.
 STATE_LAYERS = ("mamba", "linear_attention", "conv")
-# Names in layer_types of attention, in families that have layers with a state.
-ATTENTION_LAYERS = ("attention", "full_attention")
+# Names in layer_types of the layers that a family has, by the kind of its states (Family.states).
+LAYER_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "delta_net": ("full_attention", "linear_attention"),
+        "mamba": ("full_attention", "linear_attention", "attention", "mamba"),  # the last two in older files
+        "conv": ("full_attention", "conv"),
+    }
+)
 
 
 def own_caches(
@@ -55,7 +61,9 @@ def layer_types(config: ConfigFile, family: Family, num_layers: int) -> list[str
     """
     if family.states is None:
         return []
-    given = config.values.get("layer_types") or config.values.get("layers_block_type")
+    given = config.values.get("layer_types")
+    if not given and family.states == "mamba":
+        given = config.values.get("layers_block_type")
     if isinstance(given, list):
         return [str(kind) for kind in given[:num_layers]]
     if family.states == "delta_net":

@@ -106,8 +106,27 @@ def test_limits_that_transformers_applies_to_prompts_only_are_refused(limits: An
         described(tmp_path, "GraniteMoeHybridForCausalLM", values | {"time_step_limit": allowed})
 
 
+OTHER_TYPES = (
+    ("Qwen3NextForCausalLM", "sliding_attention"),
+    ("Qwen3NextForCausalLM", "mamba"),
+    ("Qwen3_5ForCausalLM", "conv"),
+    ("GraniteMoeHybridForCausalLM", "conv"),
+    ("Lfm2ForCausalLM", "linear_attention"),
+    ("LlamaForCausalLM", "linear_attention"),
+)
+
+
 def test_other_types_of_layers_are_refused(tmp_path: Path) -> None:
-    """A family with states has no sliding windows, and other families have no states."""
-    for name, kind in ("Qwen3NextForCausalLM", "sliding_attention"), ("LlamaForCausalLM", "linear_attention"):
+    """A family has one kind of states and no sliding windows. Other families have no states."""
+    for name, kind in OTHER_TYPES:
         with pytest.raises(UnsupportedModelError, match=f"layer 5 is '{kind}'; {name} supports only"):
             described(tmp_path, name, MOST_SIZES | {"layer_types": ["full_attention"] * 5 + [kind]})
+
+
+def test_only_granite_has_an_older_name_for_layer_types(tmp_path: Path) -> None:
+    """transformers ignores the key in configurations of other families."""
+    types = {"layers_block_type": ["mamba"] * 5 + ["attention"]}
+    granite = described(tmp_path, "GraniteMoeHybridForCausalLM", MOST_SIZES | types | {"mamba_n_heads": 4})
+    assert [isinstance(cache, StateCache) for cache in granite.caches] == [True] * 5 + [False]
+    qwen = described(tmp_path, "Qwen3NextForCausalLM", MOST_SIZES | types)
+    assert [isinstance(cache, StateCache) for cache in qwen.caches] == [True] * 3 + [False] + [True] * 2

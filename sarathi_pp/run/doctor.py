@@ -44,6 +44,7 @@ from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn, product_name
 from sarathi_pp.model.layer_cache import state_bytes, token_values
 from sarathi_pp.model.memory import in_gib
+from sarathi_pp.model.state.choice import state_widths, why_not_numba
 from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.process.host import cpu_quota
 from sarathi_pp.stages.capacity import DeviceMemory, count_pages, kv_budget_bytes, resolve_limits
@@ -125,7 +126,7 @@ def diagnose(model: str | None = None, *, verify: bool = False) -> Diagnosis:
             *(_dtype(one, device) for one in facts),
             *(_prefix_cache(one, device) for one in facts),
             *(_kv_pages(one, device) for one in facts),
-            *(_states(one, device) for one in facts if one.has_states),
+            *(finding for one in facts if one.has_states for finding in _states(one, device)),
         )
     )
 
@@ -226,10 +227,11 @@ def _kv_pages(facts: ModelFacts, device: torch.device) -> Finding:
     return Finding("model", "KV pages", "used", detail)
 
 
-def _states(facts: ModelFacts, device: torch.device) -> Finding:
-    """Return the finding about the states of all sequences that may run at once, by default and in one stage.
+def _states(facts: ModelFacts, device: torch.device) -> Iterator[Finding]:
+    """Yield findings about layers with a state: their backend, and the memory of their states.
 
-    It is refused if the memory has no room for them.
+    The memory is that of all sequences that may run at once, by default and in one stage. The finding is refused if
+    there is no room for them.
     """
     dtype: torch.dtype = getattr(torch, _dtypes(facts, device).compute)
     config, each = RunConfig(model=""), state_bytes(facts.caches, dtype.itemsize)
@@ -243,7 +245,10 @@ def _states(facts: ModelFacts, device: torch.device) -> Finding:
             f"{in_gib(limits.num_slots * each)} of {in_gib(budget)} for states and KV pages"
         )
 
-    return _asked("model", "states", room)
+    yield _asked("model", "states", room)
+    reason = why_not_numba(dtype, device, state_widths(facts.caches))
+    detail = "numba: any cut of a prompt gives the same bits" if reason is None else f"torch. numba's: {reason}"
+    yield Finding("model", "state backend", "used", detail)
 
 
 def _needs(facts: ModelFacts, device: torch.device) -> Needs:

@@ -224,6 +224,7 @@ class Rank:
         model = {
             "weights_dtype": checked.dtypes.weights,
             "products": self._loaded.maker.products,
+            **({"state_backend": self._loaded.maker.state_backend} if checked.facts.has_states else {}),
             "quantised": checked.facts.quantised,
             "fingerprint": checked.facts.fingerprint,
         }

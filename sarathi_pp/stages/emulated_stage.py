@@ -149,6 +149,7 @@ class EmulatedStages:
 
     attention = "emulated"
     products = "emulated"
+    state_backend = "emulated"
     device_name = "emulated"
     equal_decodes = True
 

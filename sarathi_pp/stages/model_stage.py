@@ -37,6 +37,7 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.stage_model import LMHead, StageModel
+from sarathi_pp.model.state.choice import state_backend
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import (
     DeviceMemory,
@@ -93,6 +94,7 @@ class ModelStages:
         self.page_size = config.page_size or backend.default_page_size
         self.attention = backend.name
         self.products = product_name(dtype, device)
+        self.state_backend = state_backend(facts.caches, dtype, device)
         self.equal_decodes = has_equal_decodes(dtype, self.attention, self.products)
         self.device_name = device.type
         self._config = config

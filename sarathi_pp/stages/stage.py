@@ -110,6 +110,8 @@ class StageMaker(Protocol):
         page_size: tokens per KV page.
         attention: name of the attention backend.
         products: name of what computes linear layers, such as numba.
+        state_backend: name of what computes layers with a state: numba or torch. It says nothing about a model that has
+            no such layers.
         device_name: type of the device, for the reports.
         equal_decodes: a decode writes the same keys and values as a prompt chunk would, to the last bit.
         has_head: True if the run wants the first stage to have the LM head too. On the first stage, `load` sets it to
@@ -123,6 +125,8 @@ class StageMaker(Protocol):
     def attention(self) -> str: ...
     @property
     def products(self) -> str: ...
+    @property
+    def state_backend(self) -> str | None: ...
     @property
     def device_name(self) -> str: ...
     @property

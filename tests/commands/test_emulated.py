@@ -221,3 +221,19 @@ def test_prompts_with_a_common_beginning_compute_it_once(tmp_path):
     run((*command, "--overwrite", "--prefix-cache", "off", "--quiet"), tmp_path, timeout_s=120)
     assert files.report()["prefix_cache"] is None
     assert {row["metrics"]["cached_tokens"] for row in files.rows()} == {0}
+
+
+def test_a_hybrid_has_no_prefix_cache_and_says_that_its_states_are_emulated(tmp_path):
+    profile, files = write_profile(tmp_path / "profile.json", 2, a0=0.01), Files(tmp_path)
+    each = {"a0": 1e-3, "a1": 1e-3, "a2": 0.0, "a3": 0.0, "a4": 0.0, "page_bytes": 0}
+    layers = [{"kind": kind, **each} for kind in ("linear", "attention")]
+    profile.write_text(json.dumps(json.loads(profile.read_text()) | {"layer_costs": layers}))
+    files.write_prompts([tuple(range(3, 43))] * 3, max_new_tokens=3)
+    where = ("--input", str(files.input), "--output", str(files.output), "--max-num-seqs", "1")
+    said = run((*COMMAND, "generate", "--emulate", str(profile), "--stages", "2", *where), tmp_path, timeout_s=120)
+    assert "the prefix cache is off: some layers keep one state per sequence" in " ".join(said.stderr.split())
+    known, report = json.loads((files.run / "run.json").read_text()), files.report()
+    assert (known["prefix_cache"], known["state_backend"], known["state_bytes_per_sequence"]) == ("off", "emulated", 0)
+    assert report["prefix_cache"] is None and report["state_bytes_per_sequence"] == 0
+    shown = run((*COMMAND, "report", str(files.run), "--json"), tmp_path, timeout_s=120)
+    assert json.loads(shown.stdout)["state_bytes_per_sequence"] == 0

@@ -17,8 +17,9 @@ pytest.importorskip("numba")
 
 from sarathi_pp.model.dtypes import has_float_products
 from sarathi_pp.model.inputs import StageInputs
+from sarathi_pp.model.layer_cache import PagedCache, StateCache
 from sarathi_pp.model.state.backend import DeltaRule, SelectiveScan
-from sarathi_pp.model.state.choice import Backends
+from sarathi_pp.model.state.choice import Backends, state_backend, state_widths, why_not_numba
 from sarathi_pp.model.state.numba_backend import NumbaState
 from sarathi_pp.model.state.torch_backend import TorchState
 from tests.model.state.microbatch import CPU, NUM_SLOTS, Values, inputs
@@ -248,3 +249,24 @@ def test_a_scan_with_one_state_of_columns_that_16_does_not_divide() -> None:
     for at in (2, 3, 4):
         parts.append(TorchState().scan(rows[at : at + 1], steps[at : at + 1], scan, states, inputs((at, 1, 0))))
     torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_the_choice_for_a_model_is_that_of_its_layers() -> None:
+    wide, narrow = StateCache((3, 40), (8, 32, 16)), StateCache((3, 40), (4, 32, 24))
+    for caches, widths, name in (
+        ((wide, PagedCache(2, 24, 24)), (16, 32), "numba"),
+        ((narrow,), (24, 32), "torch"),
+        ((StateCache((2, 64)),), (64,), "numba"),
+        ((StateCache((2, 40)),), (40,), "torch"),
+    ):
+        assert state_widths(caches) == widths
+        assert state_backend(caches, torch.float32, CPU) == Backends().choose(torch.float32, CPU, widths).name == name
+    assert state_backend((PagedCache(2, 24, 24),), torch.float32, CPU) is None
+
+
+def test_the_reason_against_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_numba(torch.float32, CPU, (16, 24)) == "24 channels are no multiple of 16"
+    assert why_not_numba(torch.float16, CPU, (16,)) == "not in float16"
+    assert why_not_numba(torch.float32, torch.device("cuda"), (16,)) == "not on cuda"
+    monkeypatch.setattr("sarathi_pp.model.state.choice.has_float_products", lambda: False)
+    assert "the package numba" in (why_not_numba(torch.float32, CPU, (16,)) or "")

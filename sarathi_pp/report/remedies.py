@@ -169,15 +169,29 @@ def larger_chunks(report: Report) -> Iterator[Remedy]:
 
 
 def more_seats(report: Report) -> Iterator[Remedy]:
-    """Yield more seats (requests that run at once), if the run had more requests than seats."""
+    """Yield more seats (requests that run at once), if the run had more requests than seats, and memory for them."""
     limit, answered = report.get("max_num_seqs"), report["completed"]
-    if limit and answered > limit:
-        wanted = min(answered, most_seats(limit, report["stages"]))
+    if not limit:
+        return
+    wanted = int(min(answered, most_seats(limit, report["stages"]), limit + _room_for_states(report)))
+    if wanted > limit:
         yield Remedy(
             f"--max-num-seqs {wanted}",
             "lets more requests run at once, so that more of them share a pass",
             Change(max_num_seqs=wanted),
         )
+
+
+def _room_for_states(report: Report) -> float:
+    """Return the number of further sequences whose states fit, next to the KV pages that the run used.
+
+    It is infinite if no layer keeps a state, and 0 if the memory of the states is not known.
+    """
+    if not report.get("state_bytes_per_sequence"):
+        return math.inf
+    kv, each = report["kv"], report.get("state_pages_per_sequence")
+    unused = max(report.get("max_pages") or 0, kv["pages"]) - kv["peak_used"]
+    return unused // each if each else 0
 
 
 def more_pages(report: Report) -> Iterator[Remedy]:

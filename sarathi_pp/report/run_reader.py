@@ -24,7 +24,14 @@ _REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # Keys of run.json that become keys of the report, because no trace holds them.
 _NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
-_NUMBERS = ("max_num_seqs", "max_model_len", "request_rate", "kv_cache_bytes", "max_pages")
+_NUMBERS = (
+    "max_num_seqs",
+    "max_model_len",
+    "request_rate",
+    "kv_cache_bytes",
+    "max_pages",
+    "state_pages_per_sequence",
+)
 # Keys of an earlier report.json that are kept. They are known only at the end of a run.
 _ENDINGS = ("resumed", "written", "stopped_by")
 
@@ -68,6 +75,7 @@ class Run:
             request_rate=report.get("request_rate"),
             pages_follow_layers=report.get("attention") != "emulated",
             keeps_states="state_bytes_per_sequence" in report,
+            state_pages=report.get("state_pages_per_sequence") or 0.0,
         )
 
 

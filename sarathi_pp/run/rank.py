@@ -43,7 +43,7 @@ from sarathi_pp.run.setup import (
     open_pipeline,
     open_trace,
 )
-from sarathi_pp.stages.capacity import kv_cache_bytes, limits_of
+from sarathi_pp.stages.capacity import kv_cache_bytes, limits_of, state_pages
 from sarathi_pp.stages.stage import Stage
 from sarathi_pp.text.tokenizer import Tokenizer
 from sarathi_pp.trace.events import TraceEnd
@@ -321,7 +321,7 @@ class Rank:
             **self._memory(),
         }
 
-    def _memory(self) -> dict[str, int | None]:
+    def _memory(self) -> dict[str, float | None]:
         """Return the memory figures of the report.
 
         Returns:
@@ -330,16 +330,17 @@ class Rank:
             max_pages: number of KV pages for which every rank has room.
             state_bytes_per_sequence: bytes of a sequence's states in all layers; 0 if stages are emulated, and
                 left out if no layer keeps one.
+            state_pages_per_sequence: KV pages that take as much memory as these, on the stage where they are most;
+                None if no layer has pages, and left out if no layer keeps a state.
         """
         checked, dtype, held = self.checked, self._loaded.dtype, None
         if checked.profile is None:
             held = kv_cache_bytes(self.run, checked.facts.sharded(self._member.mesh.shards), dtype)
-        states = state_bytes(checked.facts.caches, dtype.itemsize)
-        return {
-            "kv_cache_bytes": held,
-            "max_pages": min(self._loaded.num_pages),
-            **({"state_bytes_per_sequence": states} if checked.facts.has_states else {}),
-        }
+        found: dict[str, float | None] = {"kv_cache_bytes": held, "max_pages": min(self._loaded.num_pages)}
+        if checked.facts.has_states:
+            found["state_bytes_per_sequence"] = state_bytes(checked.facts.caches, dtype.itemsize)
+            found["state_pages_per_sequence"] = state_pages(self.run, checked.facts, dtype)
+        return found
 
 
 def set_up(member: Member, start: AgreedStart) -> Rank:

@@ -118,6 +118,7 @@ class Rerun:
         max_pages: most KV pages that the memory of the stages could hold.
         pages_follow_layers: True if a stage with more layers has memory for fewer pages.
         moves_head: True if the first stage computed LM heads too.
+        state_pages: KV pages that take as much memory as the states of one more sequence; 0 without states.
     """
 
     requests: tuple[_Asked, ...]
@@ -130,6 +131,7 @@ class Rerun:
     max_pages: int
     pages_follow_layers: bool = True
     moves_head: bool = False
+    state_pages: float = 0.0
     _tried: dict[Change, _Times] = field(default_factory=dict)
 
     @classmethod
@@ -145,6 +147,7 @@ class Rerun:
         request_rate: float | None = None,
         pages_follow_layers: bool = True,
         keeps_states: bool = False,
+        state_pages: float = 0.0,
     ) -> Self | None:
         """Return the rerun of a recorded run, or None if the run cannot be repeated.
 
@@ -159,6 +162,7 @@ class Rerun:
             request_rate: arrivals per second; None if requests arrived as soon as they were read.
             pages_follow_layers: False for emulated stages, whose pages are from a profile.
             keeps_states: layers keep a state per sequence, so policies repeat no tokens.
+            state_pages: see Rerun.
 
         Raises:
             CannotTry: it would take too long, the simulated run is not as long as the real one, or the run both found
@@ -192,7 +196,8 @@ class Rerun:
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
         moves_head = len(timeline.stages[0].heads.microbatches) > 0
-        rerun = cls(asked, limits, policy, cost, links, hosts_s, counted, most_pages, pages_follow_layers, moves_head)
+        follow = pages_follow_layers
+        rerun = cls(asked, limits, policy, cost, links, hosts_s, counted, most_pages, follow, moves_head, state_pages)
         measured_s = sorted(request.finished_s for request in answered)[counted - 1] - timeline.window[0]
         found_s = rerun.wall_s(Change())
         if abs(found_s - measured_s) > _MOST_OFF * measured_s:
@@ -267,15 +272,18 @@ class Rerun:
     def _pages(self, change: Change, cost: CostModel) -> int:
         """Return the number of KV pages after the change. Usually it is all that memory holds.
 
-        If the largest stage gets more layers, memory holds fewer pages. If the run had exactly the pages that its seats
-        could use, the result is no more than the seats after the change can use. The longest request fits in any case.
+        If the largest stage gets more layers, or more sequences have states, memory holds fewer pages. If the run had
+        exactly the pages that its seats could use, the result is no more than the seats after the change can use. The
+        longest request fits in any case.
         """
         limits, pages = self.limits, self.max_pages
+        seats = change.max_num_seqs or limits.max_num_seqs
+        pages -= ceil(self.state_pages * (seats - limits.max_num_seqs))
         if self.pages_follow_layers:
             pages = pages * _most_layers(self.cost) // _most_layers(cost)
         of_a_seat = -(-limits.max_model_len // limits.page_size)
         if limits.num_pages == limits.max_num_seqs * of_a_seat:
-            pages = min(pages, of_a_seat * (change.max_num_seqs or limits.max_num_seqs))
+            pages = min(pages, of_a_seat * seats)
         longest = max(request.prompt_tokens + request.output_tokens for request in self.requests)
         return max(pages, -(-longest // limits.page_size))
 

@@ -183,6 +183,20 @@ def stage_state_bytes(facts: ModelFacts, layers: tuple[int, int], num_seqs: int,
     return num_seqs * state_bytes(facts.caches[slice(*layers)], dtype.itemsize)
 
 
+def state_pages(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> float | None:
+    """Return the KV pages that take as much memory as one sequence's states, on the stage where they are most.
+
+    A stage without KV pages counts as if it had the smallest pages of a stage. None if no stage has pages.
+    """
+    stages = [facts.caches[slice(*layers)] for layers in run.layers]
+    pages = [page_bytes(caches, run.page_size, dtype) for caches in stages]
+    smallest = min((size for size in pages if size), default=None)
+    if smallest is None:
+        return None
+    states = [state_bytes(caches, dtype.itemsize) for caches in stages]
+    return max(each / (size or smallest) for each, size in zip(states, pages, strict=True))
+
+
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:
     """Return the bytes of the largest KV shard of a stage."""
     return max(shard_bytes(run, facts, layers, dtype) for layers in run.layers)

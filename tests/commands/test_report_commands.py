@@ -105,7 +105,9 @@ def test_what_a_run_was_given_is_what_a_trial_of_it_is_given(runs, tmp_path, mon
     for attention in ("emulated", "sdpa"):
         (copy / "run.json").write_text(json.dumps({**facts, **known, "attention": attention}))
         read_run(copy)
-    assert given == [{**known, "pages_follow_layers": follow, "keeps_states": False} for follow in (False, True)]
+    assert given == [
+        {**known, "pages_follow_layers": follow, "keeps_states": False, "state_pages": 0.0} for follow in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("value", [-1, 0, "many", None])

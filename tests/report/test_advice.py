@@ -30,6 +30,9 @@ CAUSES = dict.fromkeys(
     0.0,
 )
 
+# Keys of a run whose layers keep states.
+STATES = ("state_bytes_per_sequence", "state_pages_per_sequence")
+
 
 def report(**changes: Any) -> dict[str, Any]:
     """Make a run of 100 s on two stages in which no rule applies: 64 requests of 1000 and 100 tokens."""
@@ -58,7 +61,9 @@ def report(**changes: Any) -> dict[str, Any]:
         "max_model_len": 2000,
         "kv_cache_bytes": 2**30,
     }
-    assert changes.keys() <= base.keys() | {"attention", "model", "dtype", "prefix_cache"}, changes
+    assert changes.keys() <= base.keys() | {"attention", "model", "dtype", "prefix_cache", "max_pages", *STATES}, (
+        changes
+    )
     return base | changes
 
 
@@ -600,3 +605,24 @@ def test_runs_with_and_without_a_prefix_cache_are_not_compared() -> None:
     cached = {"mode": "all", "cached_tokens": 1, "prompt_tokens": 64_000}
     assert compared(grown(20, 2.0), grown(40, 2.1, prefix_cache=cached)) == []
     assert compared(*(grown(n, 2.0, prefix_cache=cached | {"cached_tokens": n}) for n in (20, 40))) != []
+
+
+@pytest.mark.parametrize(
+    ("states", "wanted"),
+    [
+        ({}, 40),
+        ({"state_bytes_per_sequence": 0}, 40),  # emulated
+        ({"state_bytes_per_sequence": 2**20, "state_pages_per_sequence": 20.0}, 40),
+        ({"state_bytes_per_sequence": 2**20, "state_pages_per_sequence": 60.0}, 28),
+        ({"state_bytes_per_sequence": 2**20, "state_pages_per_sequence": 60.0, "max_pages": 1100}, 30),
+        ({"state_bytes_per_sequence": 2**20, "state_pages_per_sequence": 600.0}, None),
+        ({"state_bytes_per_sequence": 2**20}, None),  # no layer has pages, or the run is of an earlier version
+    ],
+)
+def test_more_seats_are_advised_only_if_the_states_of_more_sequences_fit(
+    states: dict[str, Any], wanted: int | None
+) -> None:
+    """500 of 1000 pages stay free. Without states, the advice is twice the seats."""
+    found = report(max_num_seqs=20, causes=causes(starvation_s=20.0), **states)
+    seats = {change.max_num_seqs for change in tried(found)} - {None}
+    assert seats == (set() if wanted is None else {wanted})

@@ -233,6 +233,15 @@ def test_pages_that_seats_can_take_grow_with_the_seats() -> None:
         assert rerun.wall_s(Change(max_num_seqs=8)) > 1.1 * expected
 
 
+def test_states_of_more_sequences_leave_fewer_pages() -> None:
+    run = experiment("fixed:n=24,prompt=500,output=12", max_num_seqs=4)
+    full = replace(run, profile=replace(PROFILE, pages=4 * 32))
+    rerun = rerun_of(simulate(full), full, max_pages=8 * 32, keeps_states=True, state_pages=24.5)
+    assert rerun is not None
+    found = [rerun._with(Change(max_num_seqs=seats))[1].num_pages for seats in (4, 8, 12)]
+    assert found == [4 * 32, 8 * 32 - 98, 8 * 32 - 196]
+
+
 def test_a_run_with_states_repeats_no_tokens_again() -> None:
     policy = "chunkllm:threshold=32,overlap=0.25"
     run = experiment(policy=policy)

@@ -27,7 +27,7 @@ from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, quiet_transformers
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.stored_tensor import Weight
-from sarathi_pp.model.checkpoint.support import check_shards
+from sarathi_pp.model.checkpoint.support import absent_sizes, check_shards
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.checkpoint.weights import HeldTypes, stage_tensors
 from sarathi_pp.model.families import Family
@@ -359,9 +359,11 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
         raise MissingError(f"{where}: the checkpoint lacks {_some(loaded['missing_keys'])}; download the model again")
     if loaded["mismatched_keys"]:
         name, stored, asked = min(loaded["mismatched_keys"])
+        absent = absent_sizes(directory)
+        defaults = f". It has no {', '.join(absent)}, so the sizes there are defaults" if absent else ""
         raise InputError(
             f"{where}: tensor {name} has the shape {list(stored)}, and config.json asks for {list(asked)}; config.json "
-            "and weights are of different models"
+            f"and weights are of different models{defaults}"
         )
     if loaded.get("error_msgs"):
         raise InputError(

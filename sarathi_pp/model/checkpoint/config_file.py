@@ -40,7 +40,8 @@ class ConfigFile:
         """Return the value of a key that must be an integer of at least 1. Raise InputError if it is not."""
         value = self.optional_size(key, None)
         if value is None:
-            raise InputError(f"{self.path}: {key} is missing; expected an integer of at least 1")
+            what = "null" if key in self.values else "missing"
+            raise InputError(f"{self.path}: {key} is {what}; expected an integer of at least 1")
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:

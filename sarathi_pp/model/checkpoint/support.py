@@ -42,10 +42,11 @@ from sarathi_pp.model.checkpoint.surplus import draft_layers, refuse_types, surp
 from sarathi_pp.model.checkpoint.wrapper import text_checkpoint
 from sarathi_pp.model.families import FAMILIES, Family
 from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache, plain_caches
-from sarathi_pp.model.state.caches import LAYER_TYPES, own_caches
+from sarathi_pp.model.state.caches import LAYER_TYPES, STATE_SIZES, own_caches
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 # These types are fixed tables. Dynamic and longrope depend on the longest position of the whole batch in transformers.
 # So a sequence's result would depend on the sequences it is batched with. For longrope, see Family.longrope_after.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -246,6 +247,7 @@ def _find_sizes(config: ConfigFile, family: Family) -> dict[str, Any]:
     head_dim = config.optional_size("head_dim", family.head_dim) or hidden_size // num_heads
     caches: tuple[LayerCache, ...]
     if family.latent is not None:
+        _refuse_latent_sizes(config, family)
         keys = zip(("kv_lora_rank", "qk_rope_head_dim"), family.latent, strict=True)
         latent, rotary = (config.optional_size(key, default) or default for key, default in keys)
         _refuse_rotary(config, family, rotary)
@@ -441,13 +443,38 @@ def _rope_types(scaling: object) -> Iterator[object]:
         yield from _rope_types(nested)
 
 
+def absent_sizes(directory: Path) -> list[str]:
+    """Return the sizes of latent attention, or of layers with a state, that a config.json lacks. They have defaults.
+
+    `check_model` must accept the model.
+    """
+    config = ConfigFile.read(directory)
+    family = find_family(config)
+    sizes = _LATENT_SIZES if family.latent is not None else STATE_SIZES.get(family.states or "", ())
+    return [key for key in sizes if key not in config.values]
+
+
+def _refuse_latent_sizes(config: ConfigFile, family: Family) -> None:
+    """Raise if a size of latent attention is null or odd, with which transformers makes no model, or one that fails."""
+    for key in _LATENT_SIZES:
+        # transformers computes a missing number of MiniCPM3 from others.
+        if config.optional_size(key, 1) is None and (family.model_type, key) != ("minicpm3", "v_head_dim"):
+            raise config.refuse(f"{key} is null; latent attention needs an integer of at least 1")
+    rotary = config.optional_size("qk_rope_head_dim", 2) or 2
+    if rotary % 2:
+        raise config.refuse(f"qk_rope_head_dim is {rotary}; rotary embeddings need an even number of channels")
+
+
 def _refuse_rotary(config: ConfigFile, family: Family, rotary: int) -> None:
     """Raise if head_dim, from which transformers makes rotary tables, contradicts the rotary part of latents."""
     named, key_dim = config.values.get("head_dim"), config.values.get("qk_nope_head_dim")
     whole = rotary + key_dim if isinstance(key_dim, int) else None
     if family.model_type in _OWN_ROTARY or named in (None, rotary, whole):
         return
-    raise config.refuse(f"head_dim is {named!r:.100}, and qk_rope_head_dim is {rotary}; expected the same number")
+    given = "" if "qk_rope_head_dim" in config.values else "missing, so it is "
+    raise config.refuse(
+        f"head_dim is {named!r:.100}, and qk_rope_head_dim is {given}{rotary}; expected the same number"
+    )
 
 
 def _refuse_layer_types(config: ConfigFile, family: Family, num_layers: int) -> None:

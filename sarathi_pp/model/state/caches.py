@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from sarathi_pp.errors import InputError
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache
@@ -27,6 +26,17 @@ LAYER_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "conv": ("full_attention", "conv"),
     }
 )
+# Keys of config.json with the sizes of these layers.
+STATE_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "delta_net": (
+            *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+            "linear_conv_kernel_dim",
+        ),
+        "mamba": ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+        "conv": ("conv_L_cache",),
+    }
+)
 
 
 def own_caches(
@@ -39,7 +49,8 @@ def own_caches(
         head_dim: channels of these heads.
 
     Raises:
-        InputError: a size is missing, or sizes do not fit each other.
+        InputError: a size is no integer of at least 1.
+        UnsupportedModelError: a size is null, or sizes do not fit each other.
     """
     types = layer_types(config, family, num_layers)
     if not any(kind in STATE_LAYERS for kind in types):
@@ -80,9 +91,9 @@ def _delta_net(config: ConfigFile) -> StateCache:
     key_dim, value_dim = _size(config, "linear_key_head_dim", 128), _size(config, "linear_value_head_dim", 128)
     key_heads, value_heads = _size(config, "linear_num_key_heads", 16), _size(config, "linear_num_value_heads", 32)
     if value_heads % key_heads:
-        raise InputError(
-            f"{config.path}: linear_num_value_heads is {value_heads}; expected a multiple of linear_num_key_heads, "
-            f"which is {key_heads}"
+        raise config.refuse(
+            f"linear_num_value_heads is {value_heads}; expected a multiple of linear_num_key_heads, which is "
+            f"{key_heads}"
         )
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return StateCache(
@@ -102,9 +113,14 @@ def _mamba(config: ConfigFile) -> StateCache:
     state_dim = _size(config, "mamba_d_state", 256)
     width = _size(config, "mamba_expand", 2) * config.size("hidden_size")
     if width % heads or heads % groups:
-        raise InputError(
-            f"{config.path}: mamba_n_heads is {heads}; expected a divisor of mamba_expand * hidden_size, which is "
-            f"{width}, and a multiple of mamba_n_groups, which is {groups}"
+        raise config.refuse(
+            f"mamba_n_heads is {heads}; expected a divisor of mamba_expand * hidden_size, which is {width}, and a "
+            f"multiple of mamba_n_groups, which is {groups}"
+        )
+    if (head_dim := config.values.get("mamba_d_head", "auto")) not in ("auto", width // heads):
+        raise config.refuse(
+            f"mamba_d_head is {head_dim!r:.100}; expected 'auto' or {width // heads}, which is mamba_expand * "
+            "hidden_size / mamba_n_heads"
         )
     conv = _earlier(config, "mamba_d_conv", 4), width + 2 * groups * state_dim
     return StateCache(conv, _blocks(heads, state_dim, width // heads))
@@ -121,14 +137,17 @@ _KINDS: Mapping[str, Callable[[ConfigFile], StateCache]] = MappingProxyType(
 
 def _size(config: ConfigFile, key: str, default: int) -> int:
     """Return a size; the default of transformers' configuration class for an absent key."""
-    return config.size(key) if key in config.values else default
+    size = config.optional_size(key, default)
+    if size is None:
+        raise config.refuse(f"{key} is null; expected an integer of at least 1")
+    return size
 
 
 def _earlier(config: ConfigFile, key: str, default: int) -> int:
     """Return the number of earlier inputs that a convolution reads: one less than its number of taps."""
     taps = _size(config, key, default)
     if taps < 2:
-        raise InputError(f"{config.path}: {key} is {taps}; expected at least 2")
+        raise config.refuse(f"{key} is {taps}; expected at least 2")
     return taps - 1
 
 

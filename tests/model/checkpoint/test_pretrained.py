@@ -19,7 +19,7 @@ from sarathi_pp.model.checkpoint.pretrained import load_config
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.loader import load_stage
 from tests import thinning
-from tests.model.families import FAMILIES, thinned, write_checkpoint
+from tests.model.families import FAMILIES, NUM_LAYERS, thinned, write_checkpoint
 from tests.model.test_stage_model import relative_error, run_schedule
 
 CPU = torch.device("cpu")
@@ -144,3 +144,12 @@ def test_the_user_sees_no_advice_of_transformers_about_config_json(tmp_path, cap
     caplog.clear()
     load_config(tmp_path)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("family", "key"), [("deepseek_v3", "v_head_dim"), ("qwen3_next", "linear_key_head_dim")])
+def test_a_missing_size_is_named_if_weights_do_not_have_its_default(family: str, key: str, tmp_path: Path) -> None:
+    write_checkpoint(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in config if name != key}))
+    with pytest.raises(InputError, match=rf"of different models. It has no {key}, so the sizes there are defaults"):
+        load_stage(tmp_path, (0, 1), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 16))

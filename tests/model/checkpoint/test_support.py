@@ -296,13 +296,41 @@ def test_a_transformers_that_is_too_old_is_named(write: Write, monkeypatch: pyte
         ),
         (
             {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "head_dim": 32},
-            "head_dim is 32, and qk_rope_head_dim is 64; expected the same number",
+            "head_dim is 32, and qk_rope_head_dim is missing, so it is 64; expected the same number",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+            | {"head_dim": 32, "qk_rope_head_dim": 48},
+            "head_dim is 32, and qk_rope_head_dim is 48; expected the same number",
         ),
     ],
 )
 def test_settings_that_fail_in_a_layer_are_refused_first(write: Write, changed: dict[str, Any], message: str) -> None:
     with pytest.raises((InputError, UnsupportedModelError), match=message):
         check_model(write(num_hidden_layers=5, **changed))
+
+
+LATENT = [(family.architecture, family.model_type) for family in SUPPORTED.values() if family.latent is not None]
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"])
+@pytest.mark.parametrize(("name", "model_type"), LATENT)
+def test_a_null_size_of_latent_attention_is_named(name: str, model_type: str, key: str, write: Write) -> None:
+    directory = write(architectures=[name], model_type=model_type)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {key: None}))
+    if (model_type, key) == ("minicpm3", "v_head_dim"):
+        assert load_config(directory)[1].v_head_dim == LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+        check_model(directory)
+        return
+    with pytest.raises(UnsupportedModelError, match=f"{key} is null; latent attention needs an integer of at least 1"):
+        check_model(directory)
+
+
+def test_an_odd_number_of_rotary_channels_is_named(write: Write) -> None:
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    with pytest.raises(UnsupportedModelError, match="qk_rope_head_dim is 15; rotary embeddings need an even number"):
+        check_model(write(**deepseek, qk_rope_head_dim=15))
 
 
 def test_a_token_takes_one_latent_per_layer(write: Write) -> None:

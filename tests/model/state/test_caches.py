@@ -88,13 +88,24 @@ def test_blocks_have_16_columns_if_these_divide_a_head(tmp_path: Path) -> None:
     [
         ({"linear_num_value_heads": 24}, "linear_num_value_heads is 24; expected a multiple of linear_num_key_heads"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1; expected at least 2"),
-        ({"linear_key_head_dim": None}, "linear_key_head_dim is missing"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim is null; expected an integer"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0; expected an integer of at least 1"),
     ],
 )
 def test_impossible_sizes_are_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, UnsupportedModelError), match=message):
         described(tmp_path, "Qwen3NextForCausalLM", MOST_SIZES | changed)
+
+
+@pytest.mark.parametrize("head_dim", [100, None, "x"])
+def test_a_head_of_mamba_has_its_part_of_the_width(head_dim: Any, tmp_path: Path) -> None:
+    values = MOST_SIZES | {"mamba_n_heads": 4}
+    with pytest.raises(
+        UnsupportedModelError, match=rf"mamba_d_head is {head_dim!r}; expected 'auto' or 128, which is mamba_expand"
+    ):
+        described(tmp_path, "GraniteMoeHybridForCausalLM", values | {"mamba_d_head": head_dim})
+    for allowed in ("auto", 128):
+        described(tmp_path, "GraniteMoeHybridForCausalLM", values | {"mamba_d_head": allowed})
 
 
 @pytest.mark.parametrize("limits", [[0.0, 1.0], [0.1, float("inf")], None, "x"])

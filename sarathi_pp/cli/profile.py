@@ -101,7 +101,12 @@ def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
 
 
 class _ProfileDisplay(ConsoleDisplay):
-    """The display of a calibration. At the end it shows the profile instead of a report."""
+    """The display of a calibration. At the end it shows the profile instead of a report.
+
+    It counts microbatches: many requests of a calibration end only with its last microbatches.
+    """
+
+    counts_microbatches = True
 
     def render(self, report: dict[str, Any]) -> RenderableType:
         return render_profile(report)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import click
 from rich.console import Console, RenderableType
@@ -52,6 +52,9 @@ class ConsoleDisplay:
     Args:
         kept: name of the file that keeps the report; None if the report is deleted with its run directory.
     """
+
+    # The total of `progress` is a number of microbatches, not of requests.
+    counts_microbatches: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -115,7 +118,9 @@ class ConsoleDisplay:
                 if not self._quiet:
                     self.note(f"metrics on http://127.0.0.1:{server.port}/metrics")
             if not self._quiet:
-                display = ProgressDisplay(self._console, total, done_before)
+                display = ProgressDisplay(
+                    self._console, total, done_before, counts_microbatches=self.counts_microbatches
+                )
                 if self._console.is_terminal:
                     stack.enter_context(self._status.hidden())
                 else:

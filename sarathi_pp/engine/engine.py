@@ -476,6 +476,7 @@ class Engine:
                 requests_done=self._requests_done,
                 requests_failed=self._requests_failed,
                 later_choices=self._later_choices,
+                microbatches_done=self._coordinator.num_issued - self._coordinator.num_inflight,
                 running=self._coordinator.num_running,
                 waiting=self._coordinator.num_waiting,
                 prompt_tokens=self._prompt_tokens,

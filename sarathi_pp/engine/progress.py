@@ -18,6 +18,7 @@ class Progress:
     Args:
         elapsed_s: time since the run's start.
         later_choices: ended requests that are not the first choice of their input line.
+        microbatches_done: number of microbatches whose result is back.
         running: number of requests that run at this moment, and so hold KV pages.
         waiting: number of requests that are read and have not started at this moment.
         prompt_tokens: prompt tokens of finished requests.
@@ -48,6 +49,7 @@ class Progress:
     window_s: float
     kv_fragmentation: float | None
     later_choices: int = 0
+    microbatches_done: int = 0
     prefix_queried_tokens: int = 0
     prefix_cached_tokens: int = 0
 
@@ -84,6 +86,7 @@ class Progress:
             requests_done=sum(one.requests_done for one in replicas),
             requests_failed=sum(one.requests_failed for one in replicas),
             later_choices=sum(one.later_choices for one in replicas),
+            microbatches_done=sum(one.microbatches_done for one in replicas),
             running=sum(one.running for one in replicas),
             waiting=sum(one.waiting for one in replicas),
             prompt_tokens=sum(one.prompt_tokens for one in replicas),
@@ -101,7 +104,8 @@ class Progress:
     def since(self, earlier: Progress) -> Progress:
         """Return the progress from an earlier moment of the same run until now."""
         tokens = ("prompt_tokens", "output_tokens", "tokens_computed", "prefix_queried_tokens", "prefix_cached_tokens")
-        counts = ("requests_done", "requests_failed", "later_choices", *tokens, "chunks_done", "elapsed_s")
+        results = ("microbatches_done", "chunks_done")
+        counts = ("requests_done", "requests_failed", "later_choices", *tokens, *results, "elapsed_s")
         computed_s = zip(self.stage_compute_s, earlier.stage_compute_s, strict=True)
         elapsed_s = self.elapsed_s - earlier.elapsed_s
         return replace(

@@ -34,12 +34,16 @@ class ProgressDisplay:
     Args:
         total: number of input lines of the whole job. None: unknown, because the input is a stream.
         done_before: number of the job's input lines that earlier starts have finished.
+        counts_microbatches: show the number of microbatches instead of input lines. `total` is that of them too.
     """
 
-    def __init__(self, console: Console, total: int | None, done_before: int = 0) -> None:
+    def __init__(
+        self, console: Console, total: int | None, done_before: int = 0, *, counts_microbatches: bool = False
+    ) -> None:
         self._console = console
         self._total = total
         self._done_before = done_before
+        self._counts_microbatches = counts_microbatches
         self._last: Progress | None = None
         self._shown_s: float | None = None
         self._live: Live | None = None
@@ -80,7 +84,8 @@ class ProgressDisplay:
     def _panel(self, progress: Progress) -> RenderableType:
         bars = Table.grid(padding=(0, 1))
         if self._total:
-            bars.add_row("requests", _bar(self._ended(progress) / self._total), f"{progress.elapsed_s:.0f} s")
+            name = "microbatches" if self._counts_microbatches else "requests"
+            bars.add_row(name, _bar(self._ended(progress) / self._total), f"{progress.elapsed_s:.0f} s")
         for stage, share in enumerate(progress.stage_busy):
             bars.add_row(f"stage {stage}", _bar(share), f"{share:4.0%} busy now")
         line = self._headline(progress)
@@ -90,20 +95,23 @@ class ProgressDisplay:
 
     def _headline(self, progress: Progress) -> Text:
         ended = self._ended(progress)
-        done = f"{ended:,} done"
+        done, unit = f"{ended:,} done", " microbatches" if self._counts_microbatches else ""
         if self._total:
-            done = f"{ended:,} of {self._total:,} ({ended / self._total:.0%})"
+            done = f"{ended:,} of {self._total:,}{unit} ({ended / self._total:.0%})"
         line = Text(done)
         if progress.requests_failed:
             line.append(", ").append(f"{progress.requests_failed:,} failed", "red")
         return line.append(f", {progress.running:,} running  {progress.tokens_per_s:,.0f} tokens/s")
 
     def _ended(self, progress: Progress) -> int:
-        return self._done_before + progress.rows_ended
+        return self._done_before + self._ended_now(progress)
+
+    def _ended_now(self, progress: Progress) -> int:
+        return progress.microbatches_done if self._counts_microbatches else progress.rows_ended
 
     def _bubble_and_time(self, progress: Progress) -> list[str]:
         bubble = [f"bubble so far {mean(progress.bubble_ratios):.1%}"] if progress.bubble_ratios else []
-        ended_now = progress.rows_ended
+        ended_now = self._ended_now(progress)
         if not self._total or not ended_now:
             return bubble
         left = self._total - self._ended(progress)

@@ -103,9 +103,11 @@ def _answer(rank: Rank, display: Display) -> None:
     """Run the requests of the timetable on rank 0. Their prompts are token ids."""
     run, facts = rank.run, rank.checked.facts
     rank.checked.run_dir.begin(rank.describe())
-    rows = _rows(run, facts)
+    with display.activity.phase("choosing microbatches"):
+        rows = _rows(run, facts)
+    num_microbatches = len(make_timetable(limits_of(run, facts), run.seed).steps)
     with (
-        display.progress(run.num_stages, len(rows)) as listener,
+        display.progress(run.num_stages, num_microbatches) as listener,
         rank.driving(listener) as driver,
     ):
         driver.run(MemorySource(rows), _Discard())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from statistics import median
@@ -36,6 +37,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     done = run((*COMMAND, "profile", *options), folder, timeout_s=170)
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert "written to profile.json" in done.stderr and "us/token" in done.stderr
+    # The last progress line counts nearly all microbatches. Requests would be at 0% until the end.
+    (share,) = (int(found) for found in re.findall(r"microbatches \((\d+)%\)", done.stderr)[-1:])
+    assert 90 < share <= 100
     return folder, document
 
 

@@ -79,6 +79,7 @@ def reports(
 def test_chunks_compute_and_fragmentation_are_those_of_what_came_back() -> None:
     *results, last = reports(prompt_tokens=10, max_new_tokens=3)
     assert [seen.chunks_done for seen in results] == [1, 2, 3, 3, 3]
+    assert [seen.microbatches_done for seen in results] == [1, 2, 3, 4, 5]
     assert [seen.stage_compute_s for seen in results] == [(0.5 * n, 0.25 * n) for n in (1, 2, 3, 4, 5)]
     # 4, 8, 10, 11 tokens on 1, 2, 3, 3 pages of 4; after the last result the request is gone.
     wasted = [seen.kv_fragmentation for seen in results]

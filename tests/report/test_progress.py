@@ -21,6 +21,7 @@ def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float =
         output_tokens=100,
         tokens_computed=1000,
         chunks_done=40,
+        microbatches_done=7,
         stage_busy=(0.91, 0.5),
         stage_compute_s=(8.8, 4.0),
         window_s=window_s,
@@ -28,9 +29,9 @@ def snapshot(elapsed_s: float, done: int = 3, failed: int = 0, window_s: float =
     )
 
 
-def log_lines(*snapshots: Progress, total: int | None = 20, done_before: int = 0) -> list[str]:
+def log_lines(*snapshots: Progress, total: int | None = 20, done_before: int = 0, **options: bool) -> list[str]:
     file = StringIO()
-    with ProgressDisplay(Console(file=file, width=40), total, done_before) as display:
+    with ProgressDisplay(Console(file=file, width=40), total, done_before, **options) as display:
         for one in snapshots:
             display.update(one)
     return file.getvalue().splitlines()
@@ -41,6 +42,12 @@ def test_the_last_state_is_one_line_on_any_width() -> None:
         "4 of 20 (20%), 1 failed, 8 running  100 tokens/s  stages now 91% 50% busy  bubble so far 36.0%  40 s left"
     ]
     assert log_lines() == []
+
+
+def test_a_calibration_counts_microbatches() -> None:
+    """Its requests may all run until the end. Then a share of requests would stay at 0%."""
+    (line,) = log_lines(snapshot(10.0, done=0), total=28, counts_microbatches=True)
+    assert line.startswith("7 of 28 microbatches (25%), 8 running") and line.endswith("30 s left")
 
 
 def test_an_unknown_total_has_no_share_and_no_time_left() -> None:

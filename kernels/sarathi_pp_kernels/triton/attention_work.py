@@ -32,14 +32,17 @@ from torch import Tensor
 # reads; index of its first partial result, or -1 if it writes the output itself; 1 if it takes the sinks, otherwise 0.
 PIECE_COLUMNS = 8
 # Number of int32 columns of a merge. They are: index of the tile's first row; number of tokens of the tile; index of
-# the first partial result of its first piece; number of pieces.
-MERGE_COLUMNS = 4
+# the first partial result of its first piece; number of pieces; number of tokens of all tiles before it in the table.
+MERGE_COLUMNS = 5
 
 # Number of programs that a processor of the GPU holds at once, for blocks of few rows and for blocks of many rows. This
 # needs 160 KiB of shared memory (A100, H100). Other processors hold one program of either kind, but contexts are cut
 # for two there as well.
 _PROGRAMS_PER_PROCESSOR = 2
 _LARGE_PROGRAMS_PER_PROCESSOR = 1
+# Number of merging programs per processor of the GPU, which it holds at once. Each computes several rows if there are
+# more. A graph launches the same number for every microbatch, even if there is nothing to merge.
+_MERGES_PER_PROCESSOR = 8
 # Least keys of a piece per row of its block. Fewer keys are not worth a merge. With this number, the partial results,
 # written and read again, have an eighth of the bytes of the piece's keys and values.
 _LEAST_KEYS_PER_ROW = 16
@@ -110,7 +113,7 @@ class AttentionWork:
         merges: (M, MERGE_COLUMNS) int32, the tiles that were cut into several pieces.
         window: number of keys that a row sees, up to its own; None for all.
         partial_rows: number of partial results: one for each row of each piece of these tiles.
-        most_merged_tokens: most tokens of one of these tiles.
+        merge_programs: number of programs that share the merges.
         has_many: a tile has more than blocks.few_rows rows.
     """
 
@@ -119,7 +122,7 @@ class AttentionWork:
     blocks: Blocks
     window: int | None
     partial_rows: int
-    most_merged_tokens: int
+    merge_programs: int
     has_many: bool
 
     @property
@@ -175,7 +178,7 @@ def cut_work(
         blocks,
         window,
         cut.partial_rows,
-        cut.most_merged_tokens,
+        _merge_programs(cut.merged_tokens, blocks, num_kv_heads, num_processors),
         cut.has_many,
     )
 
@@ -217,6 +220,7 @@ class CapturableWork:
             self._num_pieces * PIECE_COLUMNS + self._num_merges * MERGE_COLUMNS, dtype=torch.int32, device=device
         )
         end = self._num_pieces * PIECE_COLUMNS
+        merged_tokens = min(num_tokens, self._num_merges * (rows // blocks.group))
         self.work = AttentionWork(
             self._table[:end].view(-1, PIECE_COLUMNS),
             self._table[end:].view(-1, MERGE_COLUMNS),
@@ -224,7 +228,7 @@ class CapturableWork:
             window,
             # The pieces of a split tile are at most 4/3 of its shares.
             partial_rows=4 * shares // 3 * rows,
-            most_merged_tokens=min(rows // blocks.group, longest),
+            merge_programs=_merge_programs(merged_tokens, blocks, num_kv_heads, num_processors),
             has_many=has_many,
         )
 
@@ -234,8 +238,7 @@ class CapturableWork:
         cut = _cut(extents, work.blocks, work.window, self._num_kv_heads, self._num_processors, None)
         pieces, merges = len(cut.pieces) // PIECE_COLUMNS, len(cut.merges) // MERGE_COLUMNS
         assert pieces <= self._num_pieces and merges <= self._num_merges, f"{pieces} pieces, {merges} merges"
-        assert cut.partial_rows <= work.partial_rows and cut.most_merged_tokens <= work.most_merged_tokens
-        assert work.has_many or not cut.has_many
+        assert cut.partial_rows <= work.partial_rows and (work.has_many or not cut.has_many)
         table = cut.pieces + array("i", bytes(_INT_BYTES * PIECE_COLUMNS * (self._num_pieces - pieces))) + cut.merges
         table.frombytes(bytes(_INT_BYTES * MERGE_COLUMNS * (self._num_merges - merges)))
         host = torch.frombuffer(table, dtype=torch.int32)
@@ -244,12 +247,16 @@ class CapturableWork:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The work before it moves to the device: tables as int32 numbers, row by row. See AttentionWork."""
+    """The work before it moves to the device: tables as int32 numbers, row by row. See AttentionWork.
+
+    Attributes:
+        merged_tokens: number of tokens of all tiles that were cut into several pieces.
+    """
 
     pieces: array[int]
     merges: array[int]
     partial_rows: int
-    most_merged_tokens: int
+    merged_tokens: int
     has_many: bool
 
 
@@ -276,20 +283,25 @@ def _cut(
     programs = num_processors * (_LARGE_PROGRAMS_PER_PROCESSOR if has_many else _PROGRAMS_PER_PROCESSOR)
     share = equal_share(sum(map(_NUM_KEYS, tiles)), num_kv_heads, programs)
     pieces, merges = array("i"), array("i")
-    partial_rows = most_merged_tokens = 0
+    partial_rows = merged_tokens = 0
     for num_keys, first_row, num_tokens, start, first_page, first_key, rows in tiles:
         step = _step(num_keys, keys_per_piece or max(share, _LEAST_KEYS_PER_ROW * rows), blocks.keys)
         end_key = first_key + num_keys
         if step >= num_keys:
             pieces.extend((first_row, num_tokens, start, first_page, first_key, end_key, -1, 1))
             continue
-        merges.extend((first_row, num_tokens, partial_rows, -(-num_keys // step)))
-        most_merged_tokens = max(most_merged_tokens, num_tokens)
+        merges.extend((first_row, num_tokens, partial_rows, -(-num_keys // step), merged_tokens))
+        merged_tokens += num_tokens
         for key in range(first_key, end_key, step):
             end, takes_sinks = min(key + step, end_key), int(key == first_key)
             pieces.extend((first_row, num_tokens, start, first_page, key, end, partial_rows, takes_sinks))
             partial_rows += num_tokens * blocks.group
-    return _Cut(pieces, merges, partial_rows, most_merged_tokens, has_many)
+    return _Cut(pieces, merges, partial_rows, merged_tokens, has_many)
+
+
+def _merge_programs(merged_tokens: int, blocks: Blocks, num_kv_heads: int, num_processors: int) -> int:
+    """Return the number of merging programs: one per head of a merged token, up to the number that runs at once."""
+    return min(merged_tokens * num_kv_heads * blocks.group, num_processors * _MERGES_PER_PROCESSOR)
 
 
 def _moved(host: Tensor, device: torch.device) -> Tensor:

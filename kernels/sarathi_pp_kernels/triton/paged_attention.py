@@ -39,6 +39,8 @@ from sarathi_pp_kernels.triton.attention_work import MERGE_COLUMNS, PIECE_COLUMN
 _LOG2_E = tl.constexpr(math.log2(math.e))
 # Number of pieces of a tile that a merging program reads at once.
 _BLOCK_PIECES = 16
+# Number of entries of the table of merges that a merging program reads at once.
+_BLOCK_MERGES = 64
 
 
 def paged_attention(
@@ -113,8 +115,9 @@ def paged_attention(
         enable_fp_fusion=True,
     )
     if work.partial_rows:
-        _merge[(work.merges.shape[0], work.most_merged_tokens, num_heads)](
+        _merge[(work.merge_programs,)](
             work.merges,
+            work.merges.shape[0],
             num_kv_heads,
             maxima,
             sums,
@@ -124,6 +127,7 @@ def paged_attention(
             HEAD_DIM=head_dim,
             BLOCK_DIM=power_of_two(head_dim),
             BLOCK_PIECES=_BLOCK_PIECES,
+            BLOCK_MERGES=_BLOCK_MERGES,
             COLUMNS=MERGE_COLUMNS,
         )
     return out
@@ -461,9 +465,11 @@ def _store_partial(
     tl.store(weighted + slot[:, None] * HEAD_DIM + channel[None, :], summed, mask=held)
 
 
-@triton.jit
+# Microbatches differ in num_merges. They use the same compiled kernel, also if it is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["num_merges"])
 def _merge(
     merges: tl.tensor,
+    num_merges: tl.tensor,
     num_kv_heads: tl.tensor,
     maxima: tl.tensor,
     sums: tl.tensor,
@@ -473,15 +479,21 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
+    BLOCK_MERGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Compute the output of one row (a head of a token) from the partial results of its tile's pieces."""
-    merge = merges + tl.program_id(0) * COLUMNS
-    token = tl.program_id(1)
-    head = tl.program_id(2)
-    num_tokens = tl.load(merge + 1)
-    if token < num_tokens:
+    """Compute output rows (a row is a head of a token) from the partial results of their tiles' pieces.
+
+    The programs share the rows of all merges. Their number is read from the table, so a graph needs no larger grid.
+    """
+    num_heads = num_kv_heads * GROUP
+    num_rows = _merged_tokens(merges, num_merges, BLOCK_MERGES, COLUMNS) * num_heads
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        head = index % num_heads
+        merge = merges + _merge_of(merges, num_merges, index // num_heads, BLOCK_MERGES, COLUMNS) * COLUMNS
+        token = index // num_heads - tl.load(merge + 4)
         first_row = tl.load(merge)
+        num_tokens = tl.load(merge + 1)
         partial = tl.load(merge + 2)
         num_pieces = tl.load(merge + 3)
         channel = tl.arange(0, BLOCK_DIM)
@@ -509,6 +521,33 @@ def _merge(
             peak = higher
         target = ((first_row + token).to(tl.int64) * num_kv_heads * GROUP + head) * HEAD_DIM
         tl.store(out + target + channel, (summed / total).to(out.dtype.element_ty), mask=of_head)
+
+
+@triton.jit
+def _merged_tokens(
+    merges: tl.tensor, num_merges: tl.tensor, BLOCK_MERGES: tl.constexpr, COLUMNS: tl.constexpr
+) -> tl.tensor:
+    """Return the number of tokens of all merges. Unused entries at the table's end have none."""
+    tokens = tl.zeros((), tl.int32)
+    for first in range(0, num_merges, BLOCK_MERGES):
+        entry = first + tl.arange(0, BLOCK_MERGES)
+        tokens += tl.sum(tl.load(merges + entry * COLUMNS + 1, mask=entry < num_merges, other=0), 0)
+    return tokens
+
+
+@triton.jit
+def _merge_of(
+    merges: tl.tensor, num_merges: tl.tensor, token: tl.tensor, BLOCK_MERGES: tl.constexpr, COLUMNS: tl.constexpr
+) -> tl.tensor:
+    """Return the index of the merge with a token, counted over all merges: the last one that begins at it or before."""
+    begun = tl.zeros((), tl.int32)
+    for first in range(0, num_merges, BLOCK_MERGES):
+        entry = first + tl.arange(0, BLOCK_MERGES)
+        there = entry < num_merges
+        used = tl.load(merges + entry * COLUMNS + 1, mask=there, other=0) > 0
+        begin = tl.load(merges + entry * COLUMNS + 4, mask=there, other=0)
+        begun += tl.sum((used & (begin <= token)).to(tl.int32), 0)
+    return begun - 1
 
 
 @triton.jit

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sarathi_pp_kernels.triton.attention_work import AttentionWork, Blocks, Extent, cut_work, equal_share
+from sarathi_pp_kernels.triton.attention_work import (
+    AttentionWork,
+    Blocks,
+    CapturableWork,
+    Extent,
+    cut_work,
+    equal_share,
+)
 from sarathi_pp_kernels.triton.paged_attention import paged_attention, reference_paged_attention
 from torch import Tensor
 from torch.nn import functional
@@ -325,7 +332,10 @@ def test_every_row_is_in_one_tile_whose_pieces_hold_all_its_keys(
     tiles: dict[tuple[int, ...], list[list[int]]] = {}
     for piece in work.pieces.tolist():
         tiles.setdefault(tuple(piece[:4]), []).append(piece[4:])
-    merges = {(first, tokens): (partial, count) for first, tokens, partial, count in work.merges.tolist()}
+    merges = {(first, tokens): (partial, count) for first, tokens, partial, count, _ in work.merges.tolist()}
+    assert work.merges[:, 4].tolist() == [0, *work.merges[:, 1].cumsum(0).tolist()][: len(work.merges)]
+    merged_heads = int(work.merges[:, 1].sum()) * 8 * group
+    assert work.merge_programs == min(merged_heads, 8 * num_processors)
     positions = [
         (start + token, 1000 * index) for index, (start, tokens) in enumerate(extents) for token in range(tokens)
     ]
@@ -347,7 +357,7 @@ def test_every_row_is_in_one_tile_whose_pieces_hold_all_its_keys(
             assert pieces[0][2] == -1
         else:
             slots = [slot for _, _, slot, _ in pieces]
-            assert merges.pop((first, tokens)) == (slots[0], len(pieces)) and tokens <= work.most_merged_tokens
+            assert merges.pop((first, tokens)) == (slots[0], len(pieces))
             assert slots == [slots[0] + tokens * group * index for index in range(len(pieces))]
             partial_rows += range(slots[0], slots[-1] + tokens * group)
     assert sorted(seen) == list(range(first_row)) and not merges
@@ -382,6 +392,35 @@ def test_a_chunk_is_split_only_where_that_is_worth_its_partial_results() -> None
     assert counts_of(512, 4096) == [1] * 16
     assert counts_of(128, 8000) == [4] * 4
     assert counts_of(32, 1000) == [1]
+
+
+def test_merging_programs_share_the_rows_in_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is computed once and alike, by one program or by more programs than there are rows.
+
+    The table has more entries than are read at once, and unused ones at the end.
+    """
+    monkeypatch.setattr("sarathi_pp_kernels.triton.paged_attention._BLOCK_MERGES", 4)
+    case = Case([(40 + row, 1) for row in range(7)] + [(60, 9)])
+    work = case.cut(None, 16)
+    assert len(work.merges) == 8
+    padded = torch.cat([work.merges, torch.zeros(6, work.merges.shape[1], dtype=torch.int32)])
+    found = [
+        case.run(replace(work, merges=merges, merge_programs=programs))
+        for merges, programs in ((work.merges, 8), (padded, 1), (padded, 100))
+    ]
+    assert all(torch.equal(one, found[0]) for one in found)
+    close(found[0], case.expected())
+
+
+def test_a_graph_launches_merging_programs_only_for_the_device() -> None:
+    """For Llama-3-8B, one program for each entry, token of a tile and head were 33,792 programs, nearly all empty."""
+    blocks = Blocks.of(4, 128, 2)
+    for num_tokens, longest in ((512, 512), (33, 1)):
+        work = CapturableWork(num_tokens, 33, longest, blocks, None, 8, 132, CPU).work
+        tile = min(longest, work.most_rows // blocks.group)
+        assert len(work.merges) * tile * 32 == (33_792 if longest > 1 else 1056)
+        assert work.merge_programs == 1056, "8 for each processor"
+    assert CapturableWork(1, 1, 1, blocks, None, 8, 132, CPU).work.merge_programs == 32
 
 
 def test_an_equal_share_of_the_keys_is_a_piece() -> None:
@@ -446,8 +485,14 @@ for arch, has_many, head_dim, group in shapes:
     found[f"attend {arch} {head_dim} {group} {has_many}"] |= {"most": most, "room": room}
     found[f"merge {arch} {head_dim} {group} {has_many}"] = compile(
         module._merge,
-        {"merges": "*i32", "num_kv_heads": "i32", **partial, "out": "*" + dtype},
-        {**shape, "BLOCK_DIM": power_of_two(head_dim), "BLOCK_PIECES": module._BLOCK_PIECES, "COLUMNS": MERGE_COLUMNS},
+        {"merges": "*i32", "num_merges": "i32", "num_kv_heads": "i32", **partial, "out": "*" + dtype},
+        {
+            **shape,
+            "BLOCK_DIM": power_of_two(head_dim),
+            "BLOCK_PIECES": module._BLOCK_PIECES,
+            "BLOCK_MERGES": module._BLOCK_MERGES,
+            "COLUMNS": MERGE_COLUMNS,
+        },
         4,
         3,
     )

@@ -80,7 +80,13 @@ def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], 
         numbers = torch.tensor([_parameters(row) for row in rows], dtype=torch.float64)
         if logits.is_cuda:
             numbers = numbers.pin_memory()  # a copy from other memory makes the host wait
-        found = drawn_tokens(logits, numbers.to(logits.device, non_blocking=True))
+        drawn = [row for row in rows if row.temperature > 0]
+        found = drawn_tokens(
+            logits,
+            numbers.to(logits.device, non_blocking=True),
+            has_top_k=any(row.top_k > 0 for row in drawn),
+            has_top_p=any(row.top_p < 1 for row in drawn),
+        )
     token_ids = found.tolist()
     return [max(token, 0) for token in token_ids], [token < 0 for token in token_ids]
 

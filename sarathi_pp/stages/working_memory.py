@@ -36,8 +36,9 @@ from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.sampling_params import MOST_LOGPROBS
 from sarathi_pp.wire.channel import edge_buffers
 
-# The sampling kernel has a float64 weight for each token of the vocabulary. Rules change a float32 copy of the logits.
-_DRAWING_BYTES = 8 + 4
+# Rules change a float32 copy of the logits. The sampling kernel's sums have less than a byte for each token of a large
+# vocabulary.
+_DRAWING_BYTES = 4 + 1
 # Most bytes for each token of the vocabulary while one row of logits is scored: a few copies in float64 and int64.
 _SCORING_BYTES = 64
 # Sampling parameters of synthetic rows.
@@ -135,7 +136,7 @@ def estimate_working_bytes(
     """Estimate the result of `measure_working_bytes` in bytes, without a loaded stage.
 
         layer    T * (4 hidden + the larger of attention and MLP)   4: residual, norm, output of the module, sum
-        draw     (T + R) * hidden + R * vocabulary, and R float32 copies and float64 distributions
+        draw     (T + R) * hidden + R * vocabulary, and R float32 copies and the sums of the sampling kernel
         score    (T + R) * hidden + S * vocabulary, and copies of one row
         graphs   the larger of layer and draw again for the largest graph, whose memory stays allocated
 
@@ -197,7 +198,7 @@ def _compute(
         x = torch.zeros(largest.num_tokens, hidden_size, dtype=kv.dtype, device=device)
     y = model.forward(x, inputs, kv)
     if model.has_lm_head:
-        # One row that is not greedy is enough: then the weights of all rows are computed. Rules copy each row.
+        # One row that is not greedy is enough: then all rows have sums for its filters. Rules copy each row.
         draw(y, [DRAWN, *[GREEDY] * (largest.num_rows - 1)], dict.fromkeys(range(largest.num_rows), _penalised()))
         del y
         _score(model, kv, x[:1], largest)

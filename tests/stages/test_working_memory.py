@@ -52,6 +52,6 @@ def test_an_estimate_has_the_logits_of_one_slice_of_scored_tokens_or_of_all_draw
     facts = ModelFacts("llama", "LlamaForCausalLM", 2, 16, 1, 1, 16, 100_000, 1000, "float32", False, "")
     largest = LargestMicrobatch(num_tokens, num_rows, 1000)
     found = estimate_working_bytes(facts, MLPShape(16, 2), largest, 4, has_lm_head=True, graphed=False)
-    scored, drawn = min(SLICE_ROWS, num_tokens) * 4, num_rows * (4 + 8 + 4)
+    scored, drawn = min(SLICE_ROWS, num_tokens) * 4, num_rows * (4 + 4 + 1)
     # Scoring one row takes up to 64 bytes for each token of the vocabulary.
     assert max(scored, drawn) <= found / 100_000 <= max(scored + 64, drawn) + 2

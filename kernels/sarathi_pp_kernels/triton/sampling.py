@@ -1,17 +1,25 @@
 """Token ids drawn on the device: the likeliest token (greedy), or a random one after temperature and filters.
 
-A random token is the first one, by id, at which the cumulative probability exceeds a random number. There are three
-launches, each with one program per row of logits. Nothing comes to the host between them:
+A random token is the first one, by id, at which the cumulative probability exceeds a random number. A row of logits is
+cut into blocks, and each block has a program of its own. So a single row occupies many processors. Programs write the
+sums of their block to places of their own, and the next launch adds them up in a fixed order. So the token depends
+neither on the device nor on the order in which programs run. Nothing comes to the host between the launches:
 
-    _find_peaks     largest logit and its lowest id, or -1 if a logit is NaN or infinite       enough for greedy rows
-    _weigh          weight exp((logit - peak) / temperature) of each token, 0 outside of top-k
-    _invert         the lightest weight that top-p and min-p leave, then the cumulative weights in token id order
+    _find_block_peaks   blocks   largest logit and its lowest id, or -1 if a logit is NaN or infinite
+    _find_peaks         rows     the same of all blocks                                      enough for greedy rows
+    _narrow             blocks   one digit of the edge of top-k or of top-p                  once per digit and filter
+    _weigh_blocks       blocks   sum of the weights that all filters leave
+    _invert             rows     the block in which the cumulative weight exceeds the number, then the token
 
-No filter sorts. A filter keeps all values from its edge on. The edge is the smallest value such that the values above
-it come to less than the limit: a number of tokens for top-k, a sum of weights for top-p. It is found by bisection over
-the bits of the values, which are ordered like the values. The two bounds move to values that occur, so the search ends
-as soon as they meet. That takes about as many passes over the logits as are needed to distinguish neighbouring values.
-Weights and sums are float64.
+No filter sorts. A filter keeps all logits from its edge on. The edge is the smallest number such that the logits above
+it come to less than the limit: a number of tokens for top-k, a sum of weights for top-p. Logits are compared as
+integers of the same order. The edge is found digit by digit, the highest first, with 4 bits per digit (radix select):
+
+    digit         0  1  2 ... 15    sums of all logits from (known digits, this digit, 0, 0, ...) on
+    sums          9  9  7 ...  0    the digit is the largest whose sum reaches the limit
+
+That takes 4 passes over logits of 16 bits and 8 over float32. A weight is exp((logit - peak) / temperature). Weights
+and sums are float64. Each pass computes the weights again: on an H100 that takes about as long as reading them.
 """
 
 from __future__ import annotations
@@ -28,6 +36,12 @@ NUM_PARAMETERS = 5
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _COLUMNS = map(tl.constexpr, range(6))
 _NONE = tl.constexpr(-1)
 _LONGEST_BLOCK = 4096
+# Bits of a digit of a filter's edge, and number of digits of that many bits.
+_DIGIT_BITS = 4
+_BITS, _PARTS = tl.constexpr(_DIGIT_BITS), tl.constexpr(1 << _DIGIT_BITS)
+# Least length of vectors with a place for each block. Shorter ones are not worth a compilation of their own.
+_LEAST_BLOCKS = 16
+_BYTE_BITS = 8
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -38,22 +52,40 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return _find(logits.contiguous())[0]
 
 
-def drawn_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
+def drawn_tokens(logits: Tensor, parameters: Tensor, *, has_top_k: bool = True, has_top_p: bool = True) -> Tensor:
     """Return token ids (n,) int64 drawn from (n, vocab) logits; -1 for a row with a logit that is NaN or infinite.
 
     Args:
+        logits: float32, bfloat16 or float16.
         parameters: (n, 5) float64 on the device of the logits: temperature, top_k, top_p, min_p and the random number
             of each row. temperature 0 is greedy. top_k 0, or at least vocab, top_p 1 and min_p 0 keep every token. The
             random number is in [0, 1).
+        has_top_k: False if no row with a temperature above 0 has a top_k. Then its launches are left out.
+        has_top_p: likewise.
     """
     num_rows, vocab = logits.shape
     assert parameters.shape == (num_rows, NUM_PARAMETERS) and parameters.dtype == torch.float64, parameters.shape
+    assert logits.element_size() in (2, 4), logits.dtype
     logits, parameters = logits.contiguous(), parameters.contiguous()
     tokens, peaks = _find(logits)
-    weights = torch.empty((num_rows, vocab), dtype=torch.float64, device=logits.device)
-    if num_rows:
-        _weigh[(num_rows,)](logits, peaks, tokens, parameters, weights, VOCAB=vocab, BLOCK=_block(vocab), num_warps=8)
-        _invert[(num_rows,)](weights, tokens, parameters, VOCAB=vocab, BLOCK=_block(vocab), num_warps=8)
+    if not num_rows:
+        return tokens
+    shape = _shape(vocab)
+    num_blocks, digits = shape["BLOCKS"], logits.element_size() * _BYTE_BITS // _DIGIT_BITS
+    shape["DIGITS"] = digits
+    grid = (num_blocks, num_rows)
+    # For each digit of both edges: the edge's known digits, and sums of each block for all values of the digit.
+    lows = torch.empty((num_rows, 2, digits), dtype=torch.int32, device=logits.device)
+    counts = torch.empty((num_rows, digits, num_blocks, _PARTS.value), dtype=torch.int32, device=logits.device)
+    masses = torch.empty(counts.shape, dtype=torch.float64, device=logits.device)
+    given = (logits, peaks, tokens, parameters, lows, counts, masses)
+    for by_count, wanted in ((True, has_top_k), (False, has_top_p)):
+        for digit in range(digits if wanted else 0):
+            _narrow[grid](*given, digit, BY_COUNT=by_count, **shape, num_warps=8)
+    sums = torch.empty((num_rows, num_blocks), dtype=torch.float64, device=logits.device)
+    bounds = torch.empty((num_rows, 2), dtype=torch.float64, device=logits.device)
+    _weigh_blocks[grid](*given, sums, bounds, **shape, num_warps=8)
+    _invert[(num_rows,)](logits, peaks, tokens, parameters, sums, bounds, **_shape(vocab), num_warps=8)
     return tokens
 
 
@@ -83,167 +115,272 @@ def _reference_row(row: Tensor, temperature: float, top_k: float, top_p: float, 
     return int((cumulative > target).nonzero()[0])
 
 
-def _block(vocab: int) -> int:
-    return min(int(triton.next_power_of_2(vocab)), _LONGEST_BLOCK)
+def _shape(vocab: int) -> dict[str, int]:
+    """Return the constants of kernels that depend on the vocabulary: blocks, and the length of vectors over them."""
+    block = min(int(triton.next_power_of_2(vocab)), _LONGEST_BLOCK)
+    num_blocks = -(-vocab // block)
+    padded = max(int(triton.next_power_of_2(num_blocks)), _LEAST_BLOCKS)
+    return {"VOCAB": vocab, "BLOCK": block, "BLOCKS": num_blocks, "PADDED": padded}
 
 
 def _find(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the token ids that `greedy_tokens` returns, and the largest logit of each row, (n,) float32."""
     num_rows, vocab = logits.shape
+    shape = _shape(vocab)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    block_tokens = torch.empty((num_rows, shape["BLOCKS"]), dtype=torch.int32, device=logits.device)
+    block_peaks = torch.empty((num_rows, shape["BLOCKS"]), dtype=torch.float32, device=logits.device)
     if num_rows:
-        _find_peaks[(num_rows,)](logits, tokens, peaks, VOCAB=vocab, BLOCK=_block(vocab), num_warps=8)
+        grid = (shape["BLOCKS"], num_rows)
+        _find_block_peaks[grid](logits, block_tokens, block_peaks, **shape, num_warps=8)
+        _find_peaks[(num_rows,)](block_tokens, block_peaks, tokens, peaks, **shape, num_warps=1)
     return tokens, peaks
 
 
 @triton.jit
-def _find_peaks(logits, tokens, peaks, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_block_peaks(  # type: ignore[no-untyped-def]
+    logits,
+    block_tokens,
+    block_peaks,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < VOCAB
+    logit = tl.load(logits + row * VOCAB + at, mask=inside, other=0.0).to(tl.float32)
+    finite = tl.abs(logit) < float("inf")  # not if NaN
+    value = tl.where(inside & finite, logit, float("-inf"))
+    peak = tl.max(value, 0)
+    token = tl.min(tl.where(value == peak, at, VOCAB), 0)
+    tl.store(block_tokens + row * BLOCKS + block, tl.where(tl.min(finite.to(tl.int32), 0) == 0, _NONE, token))
+    tl.store(block_peaks + row * BLOCKS + block, peak)
+
+
+@triton.jit
+def _find_peaks(  # type: ignore[no-untyped-def]
+    block_tokens,
+    block_peaks,
+    tokens,
+    peaks,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_at = tl.zeros((BLOCK,), tl.int64)
-    bad = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, VOCAB, BLOCK):
-        inside = first + at < VOCAB
-        logit = tl.load(logits + row * VOCAB + first + at, mask=inside, other=0.0).to(tl.float32)
-        bad |= (tl.abs(logit) < float("inf")).to(tl.int32) ^ 1  # not below infinity: NaN too
-        better = inside & (logit > best)
-        best, best_at = tl.where(better, logit, best), tl.where(better, first + at, best_at)
-    peak = tl.max(best, 0)
-    token = tl.min(tl.where(best == peak, best_at, VOCAB), 0)
-    tl.store(tokens + row, tl.where(tl.max(bad, 0) > 0, _NONE, token))
+    block = tl.arange(0, PADDED)
+    token = tl.load(block_tokens + row * BLOCKS + block, mask=block < BLOCKS, other=VOCAB)
+    value = tl.load(block_peaks + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
+    peak = tl.max(value, 0)
+    best = tl.min(tl.where(value == peak, token, VOCAB), 0)
+    tl.store(tokens + row, tl.where(tl.min(token, 0) == _NONE, _NONE, best).to(tl.int64))
     tl.store(peaks + row, peak)
 
 
+# All digits use the same compiled kernel.
+@triton.jit(do_not_specialize=["digit"])
+def _narrow(  # type: ignore[no-untyped-def]
+    logits,
+    peaks,
+    tokens,
+    parameters,
+    lows,
+    counts,
+    masses,
+    digit,
+    BY_COUNT: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
+    """Sum up a block's logits for each value of a digit of the edge: of top-k if BY_COUNT, otherwise of top-p."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(parameters + row * _COLUMNS + _TEMPERATURE)
+    limit = tl.load(parameters + row * _COLUMNS + (_TOP_K if BY_COUNT else _TOP_P))
+    filters = (limit > 0) & (limit < VOCAB) if BY_COUNT else limit < 1
+    if filters & (temperature > 0) & (tl.load(tokens + row) != _NONE):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < VOCAB
+        logit = tl.load(logits + row * VOCAB + at, mask=inside, other=0.0)
+        if BY_COUNT:
+            sums = counts
+            share = inside.to(tl.int32)
+        else:
+            sums = masses
+            peak = tl.load(peaks + row)
+            edge = _top_k_edge(logits, parameters, peak, lows, counts, row, VOCAB, BLOCKS, PADDED, DIGITS)
+            share = _weights(logit, inside, peak, temperature, edge)
+        low_place = lows + (row * 2 + (0 if BY_COUNT else 1)) * DIGITS
+        low = _low(low_place, sums, row, digit, limit, BY_COUNT, BLOCKS, PADDED, DIGITS)
+        if block == 0:
+            tl.store(low_place + digit, low)
+        place = sums + ((row * DIGITS + digit) * BLOCKS + block) * _PARTS
+        order = _ordered(logit, DIGITS)
+        step = tl.full((), 1, tl.int32) << (_BITS * (DIGITS - 1 - digit))
+        for part in tl.static_range(_PARTS):
+            if part > 0:
+                low += step
+            tl.store(place + part, tl.sum(tl.where(order >= low, share, 0), 0))
+
+
 @triton.jit
-def _weigh(logits, peaks, tokens, parameters, weights, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weigh_blocks(  # type: ignore[no-untyped-def]
+    logits,
+    peaks,
+    tokens,
+    parameters,
+    lows,
+    counts,
+    masses,
+    sums,
+    bounds,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
+    """Sum up the weights of a block that all filters leave. Store the lowest score and the lightest weight kept."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(parameters + row * _COLUMNS + _TEMPERATURE)
+    if (temperature > 0) & (tl.load(tokens + row) != _NONE):
+        peak = tl.load(peaks + row)
+        edge = _top_k_edge(logits, parameters, peak, lows, counts, row, VOCAB, BLOCKS, PADDED, DIGITS)
+        lightest = tl.load(parameters + row * _COLUMNS + _MIN_P)
+        top_p = tl.load(parameters + row * _COLUMNS + _TOP_P)
+        if top_p < 1:
+            low_place = lows + (row * 2 + 1) * DIGITS
+            order = _low(low_place, masses, row, DIGITS, top_p, False, BLOCKS, PADDED, DIGITS)
+            lightest = tl.maximum(lightest, tl.exp(_score(_logit_of(order, logits, DIGITS), peak, temperature)))
+        weight = _kept(logits, row, block, peak, temperature, edge, lightest, VOCAB, BLOCK)
+        tl.store(sums + row * BLOCKS + block, tl.sum(weight, 0))
+        if block == 0:
+            tl.store(bounds + row * 2, edge)
+            tl.store(bounds + row * 2 + 1, lightest)
+
+
+@triton.jit
+def _invert(  # type: ignore[no-untyped-def]
+    logits,
+    peaks,
+    tokens,
+    parameters,
+    sums,
+    bounds,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Store the first token with a weight above 0 at which the cumulative weight exceeds the random number's share."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(parameters + row * _COLUMNS + _TEMPERATURE)
     if (temperature > 0) & (tl.load(tokens + row) != _NONE):
-        logits += row * VOCAB
-        peak = tl.load(peaks + row)
-        edge = tl.full((), float("-inf"), tl.float64)
-        top_k = tl.load(parameters + row * _COLUMNS + _TOP_K)
-        if (top_k > 0) & (top_k < VOCAB):
-            low = tl.full((), -(2**31), tl.int64)
-            key = _edge(logits, VOCAB, low, _ordered(peak), top_k, True, BLOCK)
-            edge = _score(_logit_of(key), peak, temperature)
-        at = tl.arange(0, BLOCK)
-        for first in range(0, VOCAB, BLOCK):
-            inside = first + at < VOCAB
-            logit = tl.load(logits + first + at, mask=inside, other=0.0).to(tl.float32)
-            score = _score(logit, peak, temperature)
-            # Scores and not logits are compared, because logits that division makes equal are a tie.
-            tl.store(weights + row * VOCAB + first + at, tl.where(score < edge, 0.0, tl.exp(score)), mask=inside)
-
-
-@triton.jit
-def _invert(weights, tokens, parameters, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    parameters += row * _COLUMNS
-    if (tl.load(parameters + _TEMPERATURE) > 0) & (tl.load(tokens + row) != _NONE):
-        weights += row * VOCAB
-        lightest = tl.load(parameters + _MIN_P)
-        top_p = tl.load(parameters + _TOP_P)
-        if top_p < 1:
-            total, smallest = _extent(weights, VOCAB, BLOCK)
-            one = tl.full((), 1.0, tl.float64).to(tl.int64, bitcast=True)  # weight of the likeliest token
-            bits = _edge(weights, VOCAB, smallest, one, top_p * total, False, BLOCK)
-            lightest = tl.maximum(lightest, bits.to(tl.float64, bitcast=True))
-        total = _sum_up(weights, VOCAB, lightest, BLOCK)
+        block = tl.arange(0, PADDED)
+        held = tl.load(sums + row * BLOCKS + block, mask=block < BLOCKS, other=0.0)
+        after = tl.cumsum(held, 0)
+        total = tl.max(tl.where(held > 0, after, 0.0), 0)
         # Stay below the total even if the product rounds up to it: the last token with weight is a legal draw.
         below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
-        target = tl.minimum(tl.load(parameters + _UNIFORM) * total, below)
-        tl.store(tokens + row, _first_beyond(weights, VOCAB, lightest, target, BLOCK))
+        target = tl.minimum(tl.load(parameters + row * _COLUMNS + _UNIFORM) * total, below)
+        chosen = tl.min(tl.where((held > 0) & (after > target), block, BLOCKS), 0)
+        before = tl.max(tl.where(block < chosen, after, 0.0), 0)
+        edge, lightest = tl.load(bounds + row * 2), tl.load(bounds + row * 2 + 1)
+        weight = _kept(logits, row, chosen, tl.load(peaks + row), temperature, edge, lightest, VOCAB, BLOCK)
+        at = chosen * BLOCK + tl.arange(0, BLOCK)
+        # cumsum adds in another order than sum, so it may stay below the target. Then take the block's last token.
+        beyond = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
+        last = tl.max(tl.where(weight > 0, at, -1), 0)
+        tl.store(tokens + row, tl.min(tl.where(beyond, at, last), 0).to(tl.int64))
 
 
 @triton.jit
-def _edge(source, VOCAB: tl.constexpr, low, high, most, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a filter's edge: the smallest value such that the values above it come to less than `most`.
+def _top_k_edge(  # type: ignore[no-untyped-def]
+    logits,
+    parameters,
+    peak,
+    lows,
+    counts,
+    row,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
+    """Return the lowest score that top-k keeps."""
+    edge = tl.full((), float("-inf"), tl.float64)
+    top_k = tl.load(parameters + row * _COLUMNS + _TOP_K)
+    if (top_k > 0) & (top_k < VOCAB):
+        order = _low(lows + row * 2 * DIGITS, counts, row, DIGITS, top_k, True, BLOCKS, PADDED, DIGITS)
+        temperature = tl.load(parameters + row * _COLUMNS + _TEMPERATURE)
+        edge = _score(_logit_of(order, logits, DIGITS), peak, temperature)
+    return edge
 
-    Values are compared as int64 numbers. The edge is one of these, in [low, high].
+
+@triton.jit
+def _low(  # type: ignore[no-untyped-def]
+    low_place,
+    sums,
+    row,
+    digit,
+    limit,
+    BY_COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIGITS: tl.constexpr,
+):
+    """Return the edge's digits before `digit`, as an int32 number whose other digits are 0.
 
     Args:
-        most: number of tokens if COUNT, otherwise a sum of weights.
-        COUNT: if true, values are logits, numbered by `_ordered`, and each adds 1. Otherwise they are weights, numbered
-            by their bits, and each adds itself.
+        low_place: address of this number without the last of these digits.
+        sums: sums of each block for each value of each digit.
+        limit: number of tokens if BY_COUNT, otherwise a share of the sum of all weights.
     """
-    at = tl.arange(0, BLOCK)
-    while low < high:
-        middle = low + ((high - low) >> 1)
-        above = tl.zeros((BLOCK,), tl.float64)
-        next_above = tl.zeros((BLOCK,), tl.int64) + high
-        next_below = tl.zeros((BLOCK,), tl.int64) + low
-        for first in range(0, VOCAB, BLOCK):
-            inside = first + at < VOCAB
-            value = tl.load(source + first + at, mask=inside, other=0.0)
-            if COUNT:
-                share = tl.full((BLOCK,), 1.0, tl.float64)
-                order = _ordered(value.to(tl.float32))
-            else:
-                share = value
-                order = value.to(tl.int64, bitcast=True)
-            is_above = inside & (order > middle)
-            above += tl.where(is_above, share, 0.0)
-            next_above = tl.where(is_above, tl.minimum(next_above, order), next_above)
-            next_below = tl.where(inside & (order <= middle), tl.maximum(next_below, order), next_below)
-        enough = tl.sum(above, 0) < most
-        low = tl.where(enough, low, tl.min(next_above, 0))
-        high = tl.where(enough, tl.max(next_below, 0), high)
-    return high
+    low = tl.full((), -(2**15) if DIGITS * _BITS == 16 else -(2**31), tl.int64)
+    if digit > 0:
+        part = tl.arange(0, _PARTS)
+        reached = _sums_of(sums, row, digit - 1, BLOCKS, PADDED, DIGITS)
+        if not BY_COUNT:
+            # The first digit's sum from 0 on is the sum of all weights.
+            limit *= tl.sum(tl.where(part == 0, _sums_of(sums, row, 0, BLOCKS, PADDED, DIGITS), 0.0), 0)
+        found = tl.sum(((part > 0) & (reached >= limit)).to(tl.int64), 0)
+        low = tl.load(low_place + digit - 1).to(tl.int64) + (found << (_BITS * (DIGITS - digit)))
+    return low.to(tl.int32)
 
 
 @triton.jit
-def _extent(weights, VOCAB: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sum of the weights, in the order in which _edge sums, and the bits of the smallest one above 0."""
-    at = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
-    smallest = tl.full((BLOCK,), 1.0, tl.float64)
-    for first in range(0, VOCAB, BLOCK):
-        weight = tl.load(weights + first + at, mask=first + at < VOCAB, other=0.0)
-        total += weight
-        smallest = tl.where(weight > 0, tl.minimum(smallest, weight), smallest)
-    return tl.sum(total, 0), tl.min(smallest, 0).to(tl.int64, bitcast=True)
+def _sums_of(sums, row, digit, BLOCKS: tl.constexpr, PADDED: tl.constexpr, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return (_PARTS,) float64: the sums over all blocks of a row, for each value of a digit."""
+    block = tl.arange(0, PADDED)[:, None]
+    place = ((row * DIGITS + digit) * BLOCKS + block) * _PARTS + tl.arange(0, _PARTS)[None, :]
+    return tl.sum(tl.load(sums + place, mask=block < BLOCKS, other=0).to(tl.float64), 0)
 
 
 @triton.jit
-def _kept(weights, first, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = first + tl.arange(0, BLOCK)
-    weight = tl.load(weights + at, mask=at < VOCAB, other=0.0)
+def _kept(  # type: ignore[no-untyped-def]
+    logits, row, block, peak, temperature, edge, lightest, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the weights of a block; 0 for tokens that a filter drops."""
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + row * VOCAB + at, mask=at < VOCAB, other=0.0)
+    weight = _weights(logit, at < VOCAB, peak, temperature, edge)
     return tl.where(weight < lightest, 0.0, weight)
 
 
 @triton.jit
-def _sum_up(weights, VOCAB: tl.constexpr, lightest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sum of the weights that are at least `lightest`, in the order in which _first_beyond sums."""
-    total = tl.zeros((), tl.float64)
-    for first in range(0, VOCAB, BLOCK):
-        total += tl.sum(_kept(weights, first, VOCAB, lightest, BLOCK), 0)
-    return total
-
-
-@triton.jit
-def _first_beyond(weights, VOCAB: tl.constexpr, lightest, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the first token with a weight above 0 at which the cumulative weight exceeds the target.
-
-    The target is below the total weight.
-    """
-    token = tl.full((), -1, tl.int64)
-    heavy = tl.full((), -1, tl.int64)
-    before = tl.zeros((), tl.float64)
-    for first in range(0, VOCAB, BLOCK):
-        weight = _kept(weights, first, VOCAB, lightest, BLOCK)
-        after = before + tl.sum(weight, 0)
-        at = first + tl.arange(0, BLOCK).to(tl.int64)
-        heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, at, -1), 0))
-        if (token < 0) & (after > target):
-            # cumsum adds in another order than sum, so it may stay below the target. Then take the block's last token.
-            beyond = (weight > 0) & (before + tl.cumsum(weight, 0) > target)
-            last = tl.max(tl.where(weight > 0, at, -1), 0)
-            token = tl.min(tl.where(beyond, at, last), 0)
-        before = after
-    return tl.where(token < 0, heavy, token)  # rounding may leave all sums below the target
+def _weights(logit, inside, peak, temperature, edge):  # type: ignore[no-untyped-def]
+    """Return weights; 0 below top-k's edge. Scores and not logits are compared: division can make logits equal."""
+    score = _score(logit.to(tl.float32), peak, temperature)
+    return tl.where(inside & (score >= edge), tl.exp(score), 0.0)
 
 
 @triton.jit
@@ -252,13 +389,22 @@ def _score(logit, peak, temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ordered(logit):  # type: ignore[no-untyped-def]
-    """Return int64 numbers in the order of float32 logits: for negative logits, all bits but the sign are inverted."""
-    bits = logit.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+def _ordered(logit, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return int32 numbers in the order of the logits: for negative logits, all bits but the sign are inverted."""
+    if DIGITS * _BITS == 16:
+        bits = logit.to(tl.int16, bitcast=True).to(tl.int32)
+        order = bits ^ ((bits >> 31) & 0x7FFF)
+    else:
+        bits = logit.to(tl.int32, bitcast=True)
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return order
 
 
 @triton.jit
-def _logit_of(order):  # type: ignore[no-untyped-def]
-    bits = order.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _logit_of(order, logits, DIGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the float32 logit with a number of `_ordered`. The pointer `logits` has its type."""
+    if DIGITS * _BITS == 16:
+        bits = (order ^ ((order >> 31) & 0x7FFF)).to(tl.int16)
+    else:
+        bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+    return bits.to(logits.dtype.element_ty, bitcast=True).to(tl.float32)

@@ -31,10 +31,15 @@ def sources(dtype):
     for gain in (row, None):
         heads = (row, row, row, "*i64", "*i64", row, row, gain, gain, "fp32", "i32", "i32", 4, 4, 48, 64)
         yield rotary._rotate_rows, heads, {"num_warps": 1, "enable_fp_fusion": False}
-    eight = {"num_warps": 8}
-    yield sampling._find_peaks, (row, "*i64", "*fp32", 128256, 4096), eight
-    yield sampling._weigh, (row, "*fp32", "*i64", "*fp64", "*fp64", 128256, 4096), eight
-    yield sampling._invert, ("*fp64", "*i64", "*fp64", 128256, 4096), eight
+    eight, shape, digits = {"num_warps": 8}, (128256, 4096, 32, 32), {"fp32": 8, "bf16": 4}[dtype]
+    given = (row, "*fp32", "*i64", "*fp64")
+    search = (*given, "*i32", "*i32", "*fp64")
+    yield sampling._find_block_peaks, (row, "*i32", "*fp32", *shape), eight
+    yield sampling._find_peaks, ("*i32", "*fp32", "*i64", "*fp32", *shape), {"num_warps": 1}
+    for by_count in (True, False):
+        yield sampling._narrow, (*search, "i32", by_count, *shape, digits), eight
+    yield sampling._weigh_blocks, (*search, "*fp64", "*fp64", *shape, digits), eight
+    yield sampling._invert, (*given, "*fp64", "*fp64", *shape), eight
 
 target = GPUTarget("cuda", int(sys.argv[1]), 32)
 for dtype in ("bf16", "fp32"):
@@ -127,7 +132,8 @@ print(json.dumps({capability: code(module._attend, capability, found) for capabi
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     found = {*run_compiler(tmp_path, _COMPILE, str(capability)).split()}
-    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_find_peaks", "_weigh", "_invert"}
+    drawing = {"_find_block_peaks", "_find_peaks", "_narrow", "_weigh_blocks", "_invert"}
+    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", *drawing}
 
 
 @pytest.fixture(scope="module")

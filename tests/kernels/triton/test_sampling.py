@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sarathi_pp_kernels.triton import sampling
 from sarathi_pp_kernels.triton.sampling import drawn_tokens, reference_drawn_tokens
+from triton.runtime.interpreter import InterpreterBuilder
 
 from sarathi_pp.drawing.sampling import sample
 from tests.thinning import examples
@@ -73,12 +76,79 @@ def test_thousands_of_rows() -> None:
         assert sample(logits, rows, by_kernels=True) == sample(logits, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [4095, 4096, 4097, 9000])
-def test_vocabularies_of_several_blocks(vocab: int) -> None:
+def test_vocabularies_of_several_blocks(vocab: int, dtype: torch.dtype) -> None:
+    """In bfloat16 there are ties in all blocks."""
     rows = [Draw(), Draw(top_k=50), Draw(top_p=0.7), Draw(temperature=0), Draw(position=3, min_p=0.01)]
+    rows += [Draw(top_k=200, top_p=0.8), Draw(temperature=9.0, top_k=4000, top_p=0.99, min_p=0.1)]
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(vocab))
     logits[3, [vocab // 2, min(vocab // 2 + 4096, vocab - 1)]] = 99.0  # the same place of two blocks
-    assert sample(logits, rows, by_kernels=True) == sample(logits, rows)
+    logits = logits.to(dtype)
+    assert sample(logits, rows, by_kernels=True) == sample(logits.float(), rows)
+
+
+@pytest.mark.parametrize("lowest", [-80.0, -1e-30, 0.0, 7.0])
+def test_logits_of_one_sign_and_of_tiny_differences(lowest: float) -> None:
+    """Their numbers begin with any digit, and may differ in the last one alone."""
+    logits = torch.tensor(lowest).repeat(3, 5000)
+    for place in range(3):
+        logits[:, 1700 * place] = logits[:, 0].nextafter(torch.tensor(math.inf))
+    rows = [Draw(top_k=2, seed=1), Draw(top_p=1e-5, seed=2), Draw(top_k=4, top_p=0.5, seed=3)]
+    tokens, failed = sample(logits, rows, by_kernels=True)
+    assert (tokens, failed) == sample(logits, rows) and not any(failed)
+
+
+class Launches:
+    """A kernel that records the number of programs of its launches."""
+
+    def __init__(self, kernel: Any, found: list[tuple[str, int]]) -> None:
+        self.kernel = kernel
+        self.found = found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.found.append((self.kernel.fn.__name__, math.prod(grid)))
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "digits"),
+    [
+        (torch.float32, [Draw(temperature=0)], None),
+        (torch.float32, [Draw(temperature=0, top_k=3, top_p=0.5), Draw(min_p=0.1)], 0),
+        (torch.bfloat16, [Draw(), Draw(top_k=3)], 4),
+        (torch.bfloat16, [Draw(top_k=3, top_p=0.9)], 8),
+        (torch.float32, [Draw(top_k=3), Draw(top_p=0.9)], 16),
+    ],
+)
+def test_a_row_is_computed_by_a_program_for_each_block(
+    dtype: torch.dtype, rows: list[Draw], digits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are as few launches as the filters of the rows need."""
+    found: list[tuple[str, int]] = []
+    for name in ("_find_block_peaks", "_find_peaks", "_narrow", "_weigh_blocks", "_invert"):
+        monkeypatch.setattr(sampling, name, Launches(getattr(sampling, name), found))
+    sample(torch.randn(len(rows), 9000).to(dtype), rows, by_kernels=True)
+    blocks = 3 * len(rows)
+    expected = [("_find_block_peaks", blocks), ("_find_peaks", len(rows))]
+    if digits is not None:
+        expected += [("_narrow", blocks)] * digits + [("_weigh_blocks", blocks), ("_invert", len(rows))]
+    assert found == expected
+
+
+def test_the_order_of_programs_and_earlier_memory_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of a launch run in reverse, and all memory of the kernels holds large numbers before."""
+    rows = [Draw(position=place, top_k=300, top_p=0.9, temperature=2.0) for place in range(2)] + [Draw(min_p=0.01)]
+    logits = torch.randn(3, 9000, generator=torch.Generator().manual_seed(4))
+    expected = sample(logits, rows)
+    set_index, empty = InterpreterBuilder.set_grid_idx, torch.empty
+
+    def reverse(self: Any, *index: int) -> None:
+        set_index(self, *(size - 1 - one for size, one in zip(self.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", reverse)
+    monkeypatch.setattr(sampling.torch, "empty", lambda *shape, **kind: empty(*shape, **kind).fill_(1 << 30))
+    assert sample(logits, rows, by_kernels=True) == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

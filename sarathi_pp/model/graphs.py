@@ -7,6 +7,10 @@
 Microbatches of a uniform size have few shapes, so a few dozen graphs serve nearly all of them. The others run without a
 graph. Graphs share the memory that they work in, read and write, since they are replayed one after the other on one
 stream.
+
+On the last stage, a graph for decodes has the LM head in it, because every row needs logits. Any other graph ends with
+the rows before the LM head. The LM head is then launched for the rows that need it, which are fewer than a graph has
+room for, and none if no prompt ends and no sequence decodes.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 from sarathi_pp.model.attention import CapturableBackend
 from sarathi_pp.model.inputs import CapturableInputs, Span
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.stage_model import StageModel
+from sarathi_pp.model.stage_model import LMHead, StageModel
 
 # A larger microbatch keeps the device busy for longer than its launches take, so a graph saves nothing. Launching a
 # model of 1.5B takes 1.5 times as long as an H100 takes for 1,024 tokens (estimated).
@@ -131,14 +135,15 @@ class StageGraphs:
         most = max(shape.num_tokens for shape in shapes)
         x = torch.zeros((most, hidden_size), dtype=kv.dtype, device=device)
         self._graphs: list[_StageGraph] = []
-        out: Tensor | None = None
+        most_rows = max(shape.num_seqs if model.has_lm_head else shape.num_tokens for shape in shapes)
+        outs: dict[int, Tensor] = {}  # by width: on the last stage some graphs end before the LM head
         for shape, graph in zip(shapes, graphs, strict=True):
             stage_graph = _StageGraph(model, kv, shape, x, num_heads, device, graph)
-            y = stage_graph.forward()  # compiles the kernels, which is not possible during capture
-            if out is None:
-                most_rows = max(one.num_seqs if model.has_lm_head else one.num_tokens for one in shapes)
-                out = torch.empty((most_rows, y.shape[1]), dtype=y.dtype, device=device)
-            stage_graph.capture(out)
+            y = stage_graph.warm_up()
+            width = y.shape[1]
+            if width not in outs:
+                outs[width] = torch.empty((most_rows, width), dtype=y.dtype, device=device)
+            stage_graph.capture(outs[width])
             self._graphs.append(stage_graph)
         self._graphs.reverse()
 
@@ -193,19 +198,29 @@ class _StageGraph:
         windows = model.specs.windows[model.layers[0] : model.layers[1]]
         assert isinstance(model.backend, CapturableBackend), "the caller has checked it"
         self._attention = model.backend.for_capture(shape.num_tokens, shape.num_seqs, longest, kv, num_heads, windows)
+        self._head: LMHead | None = model.rows_head() if model.has_lm_head and not shape.decodes else None
         self._out: Tensor | None = None
 
-    def forward(self) -> Tensor:
-        """Run the stage on the inputs that are at the graph's addresses, without the graph."""
+    def warm_up(self) -> Tensor:
+        """Compile all kernels, which is not possible during capture. Return the rows that the graph will write."""
+        y = self._forward()
+        if self._head is not None:
+            self._head.forward(y)
+        return y
+
+    def _forward(self) -> Tensor:
+        """Run the graph's part of the stage on the inputs that are at its addresses, without the graph."""
         x = self._inputs.token_ids if self._model.embed else self._x
+        if self._head is not None:
+            return self._model.forward_rows(x, self._inputs.inputs, self._kv, self._attention)
         return self._model.forward(x, self._inputs.inputs, self._kv, self._attention)
 
     def capture(self, out: Tensor) -> None:
-        """Capture the forward. All graphs of the stage write their result to `out`."""
+        """Capture the forward. All graphs of the stage with rows of the same width write them to `out`."""
         self._out = out
 
         def work() -> None:
-            found = self.forward()
+            found = self._forward()
             out[: found.shape[0]].copy_(found)
 
         self._graph.capture(work)
@@ -222,7 +237,10 @@ class _StageGraph:
                 self._x[: hidden.shape[0]].copy_(hidden)
             self._graph.replay()
             assert self._out is not None, "it was captured"
+            rows = self._out[:num_rows]
+            if self._head is not None:
+                return self._head.forward(rows)
             # The next replay writes to the same memory, and this result may still be on its way to the next stage then.
-            return self._out[:num_rows].clone()
+            return rows.clone()
 
         return compute

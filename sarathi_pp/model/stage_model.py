@@ -101,10 +101,12 @@ class StageModel:
             return cast(Tensor, self._base(**call).last_hidden_state[0])
 
     @torch.inference_mode()
-    def forward_rows(self, x: Tensor, inputs: StageInputs, kv: KVShard) -> Tensor:
-        """Run the last stage without its LM head, and return the (n, size) inputs for an LMHead on another stage."""
+    def forward_rows(
+        self, x: Tensor, inputs: StageInputs, kv: KVShard, backend: AttentionBackend | None = None
+    ) -> Tensor:
+        """Run the last stage without its LM head, and return the (n, size) inputs for an LMHead. See `forward`."""
         with self._batch_invariant:
-            return self._drawn(self._base(**self._call(x, inputs, kv)).last_hidden_state[0], inputs)
+            return self._drawn(self._base(**self._call(x, inputs, kv, backend)).last_hidden_state[0], inputs)
 
     def rows_head(self) -> LMHead:
         """Return the LM head for rows of `forward_rows`. It shares the weights, and gives the bits of `forward`."""

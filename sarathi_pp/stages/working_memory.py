@@ -15,7 +15,7 @@ cache.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,7 @@ from sarathi_pp.drawing.history import Edit, History
 from sarathi_pp.drawing.scoring import SLICE_ROWS, score
 from sarathi_pp.model.checkpoint.mlp import MLPShape
 from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.graphs import StageGraphs, graph_shapes
+from sarathi_pp.model.graphs import Shape, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.stage_model import StageModel
@@ -115,13 +115,23 @@ def measure_working_bytes(
         _compute(model, kv, largest, hidden_size, device)
     if not graphed:
         return computing.num_bytes
-    # All graphs share one memory, so the largest ones decide its size. Two may be equally large: one for decodes
-    # alone, and one for any microbatch.
-    shapes = graph_shapes(largest.num_tokens, largest.num_rows)
-    shapes = tuple(shape for shape in shapes if shape.num_tokens == shapes[0].num_tokens)
+    shapes = deciding_shapes(graph_shapes(largest.num_tokens, largest.num_rows))
     with _measured(device) as capturing:
         StageGraphs(model, kv, shapes, hidden_size, num_heads, device, [_NotCaptured()] * len(shapes))
     return computing.num_bytes + capturing.num_bytes
+
+
+def deciding_shapes(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Return the shapes that decide how much memory the graphs take, which all graphs share.
+
+    These are the largest shape of decodes alone and the largest of the others. The second one has more activations, and
+    only the first one has logits in it.
+    """
+    most = {
+        decodes: max((one.num_tokens for one in shapes if one.decodes == decodes), default=0)
+        for decodes in (False, True)
+    }
+    return tuple(shape for shape in shapes if shape.num_tokens == most[shape.decodes])
 
 
 def estimate_working_bytes(

@@ -11,7 +11,13 @@ from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.drawing.scoring import SLICE_ROWS
 from sarathi_pp.model.checkpoint.mlp import MLPShape
 from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.stages.working_memory import LargestMicrobatch, estimate_working_bytes, smaller_options
+from sarathi_pp.model.graphs import graph_shapes
+from sarathi_pp.stages.working_memory import (
+    LargestMicrobatch,
+    deciding_shapes,
+    estimate_working_bytes,
+    smaller_options,
+)
 
 
 @given(
@@ -45,6 +51,19 @@ def test_it_has_all_tokens_in_sequences_of_legal_lengths(policy, stages, chunk_s
 )
 def test_only_options_that_help_are_named(policy, options):
     assert smaller_options(parse_policy(policy), Limits(2, 256, 8, 100_000, 16, 50_000, 2)) == options
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "expected"),
+    [
+        (2048, 96, [(2048, False), (96, True)]),
+        (64, 64, [(64, True), (64, False)]),
+        (1, 1, [(1, True)]),
+    ],
+)
+def test_graphs_take_the_memory_of_the_largest_with_logits_and_of_the_largest_without(num_tokens, num_seqs, expected):
+    shapes = deciding_shapes(graph_shapes(num_tokens, num_seqs))
+    assert [(shape.num_tokens, shape.decodes) for shape in shapes] == expected
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(8, 1), (64, 1), (512, 1), (512, 4), (512, 128)])

@@ -28,10 +28,10 @@ from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_stage
-from sarathi_pp.model.stage_model import StageModel
+from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.stages.model_stage import ModelStage
 from tests import thinning
-from tests.model.families import with_layers, write_checkpoint
+from tests.model.families import VOCAB_SIZE, with_layers, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 16, 12, 2
@@ -179,6 +179,32 @@ def test_what_a_graph_gave_is_the_callers(model: Path) -> None:
     before = first.clone()
     second = stage.run([Span(0, 1, (3,)), Span(0, 1, (4,))], (), array("q", [6, 7]), None)
     assert torch.equal(first, before) and first.shape[0] == 1 and second.shape[0] == 2
+
+
+@torch.inference_mode()
+def test_the_lm_head_is_computed_only_for_the_rows_that_need_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs for decodes have it in them. All others have room for more rows than need it, and mostly none does."""
+    shapes = (Shape(8, 4, decodes=False), Shape(4, 4, decodes=True))
+    graphed, plain = (stages_of(model, some)[1] for some in (shapes, ()))
+    rows_computed: list[int] = []
+    forward = LMHead.forward
+
+    def record(self: LMHead, rows: Tensor) -> Tensor:
+        rows_computed.append(len(rows))
+        return forward(self, rows)
+
+    monkeypatch.setattr(LMHead, "forward", record)
+    hidden = torch.randn(6, graphed.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    spans = [Span(0, 4, (2,)), Span(0, 2, (3,))]
+    found = []
+    for wanted in ((), (5,), (3, 5)):
+        found.append(graphed.run(spans, wanted, array("q"), hidden))
+        expected = plain.run(spans, wanted, array("q"), hidden)
+        assert torch.equal(found[-1], expected) and found[-1].shape == (len(wanted), VOCAB_SIZE)
+    assert rows_computed == [0, 1, 2]
+    assert torch.equal(found[1][0], found[2][1]), "a later replay does not change it"
+    decodes = graphed.run([Span(4, 1, (2,)), Span(2, 1, (3,))], (0, 1), array("q"), hidden[:2])
+    assert decodes.shape[0] == 2 and rows_computed == [0, 1, 2]
 
 
 @torch.inference_mode()

@@ -3,7 +3,7 @@
 A random token is the first one, by id, at which the cumulative probability exceeds a random number. A row of logits is
 cut into blocks, and each block has a program of its own. So a single row occupies many processors. Programs write the
 sums of their block to places of their own, and the next launch adds them up in a fixed order. So the token depends
-neither on the device nor on the order in which programs run. Nothing comes to the host between the launches:
+neither on the number of processors nor on the order of programs. Nothing comes to the host between the launches:
 
     _find_block_peaks   blocks   largest logit and its lowest id, or -1 if a logit is NaN or infinite
     _find_peaks         rows     the same of all blocks                                      enough for greedy rows

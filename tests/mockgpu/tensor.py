@@ -110,7 +110,8 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         TIMELINE.launch(number, name, [one.host for one in ours], mutated)
     if name in _ANSWERS:
         TIMELINE.wait(TIMELINE.point(number), name)
-    _record(call, (host_args, host_kwargs), found, ours, mutated, kept)
+    numbers = [] if name in _COPIES else [one for one in of_host if not one.dim()]
+    _record(call, (host_args, host_kwargs), found, ours, mutated, kept, numbers)
     if target is not None and torch.device(target).type == "cpu":
         _wait_for_copy(name, args, kwargs, number)
         return found
@@ -199,8 +200,13 @@ def _record(
     ours: Sequence[MockTensor],
     mutated: Sequence[torch.Tensor],
     kept: Sequence[torch.Tensor],
+    numbers: Sequence[torch.Tensor],
 ) -> None:
-    """Record the call into the active graph, if any. A capture computes no results, so earlier values are restored."""
+    """Record the call into the active graph, if any. A capture computes no results, so earlier values are restored.
+
+    Args:
+        numbers: operands of one number on the host. A graph has their values, not their addresses.
+    """
     recording = machine.recording()
     if recording is None:
         return
@@ -211,7 +217,8 @@ def _record(
     results = [one for one in tree_flatten(found)[0] if isinstance(one, torch.Tensor)]
     of_own = [one.untyped_storage().data_ptr() not in places for one in results]
     recording.made += [result for result, own in zip(results, of_own, strict=True) if own]
-    operands = tree_map(recording.hold, given)
+    constants = {id(one): one.clone() for one in numbers}
+    operands = tree_map(lambda one: constants[id(one)] if id(one) in constants else recording.hold(one), given)
     is_empty = getattr(call, "_schema", None) is not None and call._schema.name in _EMPTY
 
     def redo() -> None:

@@ -26,7 +26,9 @@ def test_with_a_gpu(checks: Path, tmp_path: Path) -> None:
     garbage = ("-W", "ignore::RuntimeWarning")
     own = ("-p", "no:cacheprovider", "-o", "python_files=check_*.py", *garbage)
     command = (sys.executable, "-m", "pytest", "-q", *own, str(checks))
+    hazards = tmp_path / "hazards"
     done = subprocess.run(
-        command, cwd=ROOT, env=with_gpus(2, tmp_path / "hazards"), capture_output=True, text=True, timeout=patient(280)
+        command, cwd=ROOT, env=with_gpus(2, hazards), capture_output=True, text=True, timeout=patient(280)
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert not hazards.exists(), hazards.read_text()

@@ -11,19 +11,14 @@ Entrants take turns, so that a change of a shared host over minutes affects all 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from sarathi_pp.analysis.summary import Report
+from sarathi_pp.bench.family import family
 from sarathi_pp.bench.footprint import Footprint
 from sarathi_pp.bench.machine import stolen, wait_until_quiet
 from sarathi_pp.bench.peers import PeerChoice
@@ -255,13 +250,14 @@ def _run(work: Work, entrant: Entrant, number: int, busy: float) -> Run:
     printed, said = work.directory / "printed", work.directory / "said"
     footprint, clock = Footprint(), SystemClock()
     begin = clock.now()
-    with printed.open("wb") as out, said.open("wb") as error, stolen() as lost:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=error, start_new_session=True)
-        try:
-            with footprint.watching(process.pid):
-                code = process.wait()
-        finally:
-            _end(process)
+    with (
+        printed.open("wb") as out,
+        said.open("wb") as error,
+        stolen() as lost,
+        family(command, environment, out, error, _GRACE_S) as process,
+        footprint.watching(process.pid),
+    ):
+        code = process.wait()
     command_s = clock.now() - begin
     if code:
         raise SarathiError(f"{entrant.label} ended with code {code}:\n{said.read_text(errors='replace')[-_TAIL:]}")
@@ -284,22 +280,3 @@ def _check_lengths(label: str, work: Work, token_ids: TokenIds) -> None:
             f"{label} answered {len(wrong)} of {len(token_ids)} requests with a wrong number of tokens. For example, "
             f"request {index} (counted from 0) has {found} output tokens instead of {wanted}"
         )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes that it started.
-
-    Some of them may have outlived it. These are found by its process group.
-    """
-    family: list[psutil.Process] = []
-    if process.poll() is None:  # the contest was interrupted
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for member in family:  # our own workers have sessions of their own, which killpg does not reach
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait()

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from sarathi_pp.bench.gpu.parts import NAMES
 from sarathi_pp.cli.option_group import Option, OptionGroup, SectionedGroup, SectionedOption
 from sarathi_pp.cli.options import MEMORY, MODEL, PARALLELISM, RUN, SCHEDULE, WORKLOAD
 from sarathi_pp.cli.values import OutputFile
@@ -101,31 +102,70 @@ def bench(context: click.Context, /, output: Path | None, as_json: bool, quiet: 
         click.echo(json.dumps(document))
 
 
+class _PartNames(click.ParamType[tuple[str, ...]]):
+    """Names of parts of `bench gpu`, separated by commas."""
+
+    name = "parts"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        named = tuple(name.strip() for name in str(value).split(","))
+        unknown = [name for name in named if name not in NAMES]
+        if unknown:
+            self.fail(f"{unknown[0]!r} is not a part; the parts are {', '.join(NAMES)}", param, ctx)
+        return named
+
+
 @bench.command()
 @click.option("--budget", type=click.FloatRange(min=1), default=450.0, help="Seconds for all parts.")
+@click.option(
+    "--parts",
+    cls=SectionedOption,
+    section="Options",
+    type=_PartNames(),
+    metavar="NAME[,NAME...]",
+    show_default="all, or those that --output lacks",
+    help="Run these parts, and keep the others of --output.",
+)
 @click.option(
     "--output",
     "-o",
     type=OutputFile("the document is printed without it"),
-    help="Write the JSON document here after every part.",
+    help="Write or complete this JSON document after every part.",
 )
-def gpu(budget: float, output: Path | None) -> int:
+def gpu(budget: float, parts: tuple[str, ...] | None, output: Path | None) -> int:
     """Check and measure the GPU code of sarathi-pp on one GPU, and print a JSON document.
 
-    It covers exactness, kernels, graphs and rates. It needs no network and no model. The exit code is 1 if a check
-    fails.
+    It covers exactness, kernels, graphs and rates. It needs no network and no model. Every part has a limit of its own.
+    A part that fails or hangs is killed, and the others still run. If --output exists, the command completes it: parts
+    that are missing, failed or left out run, or those of --parts. The machine must be the same. The exit code is 1 if a
+    check fails.
     """
-    import torch
+    from sarathi_pp.process.signals import stoppable
 
+    with stoppable("the benchmark"):
+        return _gpu(budget, parts or (), output)
+
+
+def _gpu(budget_s: float, parts: tuple[str, ...], output: Path | None) -> int:
+    from sarathi_pp.bench.gpu.document import GpuDocument
     from sarathi_pp.bench.gpu.suite import bench_gpu
+    from sarathi_pp.outputs.atomic_file import atomic_write
     from sarathi_pp.trace.clock import SystemClock
 
-    document: dict[str, Any] = {}
-    for step in bench_gpu(torch.device("cuda", 0), SystemClock(), budget):
-        document = step.document
+    document = GpuDocument() if output is None else GpuDocument.read(output)
+    for step in bench_gpu(document, SystemClock(), budget_s, parts):
         if not step.ended:
             click.echo(step.part, err=True)
-        elif output is not None:
-            output.write_text(json.dumps(document, indent=1) + "\n")
-    click.echo(json.dumps(document))
-    return 0 if all(check["met"] for check in document["checks"]) else 1
+            continue
+        figures = document.parts[step.part]
+        why = figures.get("error") or figures.get("left_out")
+        click.echo(f"  {step.part}: {figures.get('took_s', 0.0):.1f} s{f', {why}' if why else ''}", err=True)
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(output, json.dumps(document.to_json(), indent=1) + "\n")
+    for check in document.checks:
+        seen = check["seen"] if isinstance(check["seen"], bool) else f"{check['seen']:.3g}"
+        met = "met " if check["met"] else "MISS"
+        click.echo(f"{met} {check['what']}: {seen} (at least {check['wanted']})", err=True)
+    click.echo(json.dumps(document.to_json()))
+    return 0 if document.met else 1

@@ -89,6 +89,15 @@ def _cli_page(commands: dict[str, click.Command | None]) -> str:
 
 
 def _command_page(name: str, command: click.Command) -> str:
+    parts = _command_parts(name, command)
+    if isinstance(command, click.Group):
+        for child in command.commands.values():
+            parts += [f"## {name} {child.name}", *_command_parts(f"{name} {child.name}", child, level=3)]
+    return _page(f"sarathi-pp {name}", *parts)
+
+
+def _command_parts(name: str, command: click.Command, level: int = 2) -> list[str]:
+    """Return the usage, the description, and a table of options for each section. level: of a section's heading."""
     context = click.Context(command, info_name=name, show_default=True)
     arguments = " ".join(one.make_metavar(context) for one in command.params if isinstance(one, click.Argument))
     sections: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
@@ -98,8 +107,8 @@ def _command_page(name: str, command: click.Command) -> str:
     parts = [f"```text\nsarathi-pp {name} {(arguments + ' ') if arguments else ''}[OPTIONS]\n```"]
     parts.append(inspect.cleandoc(command.help or "").partition("\f")[0].strip())
     for title, rows in sections.items():
-        parts += [f"## {title}", _table(("option", "value", "default", "use"), rows)]
-    return _page(f"sarathi-pp {name}", *parts)
+        parts += [f"{'#' * level} {title}", _table(("option", "value", "default", "use"), rows)]
+    return parts
 
 
 def _option_row(option: click.Option, context: click.Context) -> tuple[str, str, str, str]:

@@ -1,26 +1,27 @@
-"""The script for GPUs, on CPU with tiny models: every part runs and gives its figures."""
+"""The parts of the suite for GPUs, on CPU with tiny models: every part runs and gives its figures."""
 
 from __future__ import annotations
 
-import copy
 import json
+import math
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from sarathi_pp.bench.gpu import microbatches, pipelines, suite
-from sarathi_pp.bench.gpu.plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu import microbatches, pipelines, worker
+from sarathi_pp.bench.gpu.document import Figures, GpuDocument
+from sarathi_pp.bench.gpu.parts import NAMES
+from sarathi_pp.bench.gpu.plan import Bench, Sizes
 from sarathi_pp.bench.gpu.stage import LLAMA_3_8B, ModelShape
 from sarathi_pp.bench.gpu.suite import bench_gpu
+from sarathi_pp.bench.gpu.worker import make_bench, run_parts
 from sarathi_pp.cli.main import cli
 from sarathi_pp.core.cost.model import StageCost
 from sarathi_pp.trace.clock import ManualClock, SystemClock
-
-Part = Callable[[Bench, Figures], None]
 
 CPU = torch.device("cpu")
 TINY = ModelShape(32, 64, 2, 4, 2, 2048)
@@ -38,47 +39,36 @@ SIZES = Sizes(
     context=40,
     chunk=32,
     piggybacked=(2, 16),
-    attention={"chunk 32 at 4": [(4, 32)], "4 decodes at 100": [(100, 1)] * 4},
+    attention={"chunk 32 at 4": ((4, 32),), "4 decodes at 100": ((100, 1),) * 4},
     layers=2,
     repeats=3,
     warm_s=0.0,
 )
-PARTS = [
-    "rates",
-    "nccl",
-    "exact",
-    "contest",
-    "microbatches",
-    "piggyback",
-    "sampling",
-    "kernels",
-    "profile",
-    "logits",
-    "attention",
-]
+
+
+def run_here(folder: Path, *names: str) -> tuple[dict[str, Figures], dict[str, bool]]:
+    """Run parts in this process. Return their figures, and whether each check was met."""
+    bench = make_bench(CPU, json.loads(json.dumps(SIZES.to_json())))
+    bench.folder = folder
+    run_parts(bench, dict.fromkeys(names, 280.0), math.inf)
+    results = [json.loads((folder / f"{name}.json").read_text()) for name in names]
+    assert all(result["ended"] for result in results)
+    checks = [check for result in results for check in result["checks"]]
+    assert {check["part"] for check in checks} <= {*names}
+    figures = {name: result["figures"] for name, result in zip(names, results, strict=True)}
+    return figures, {check["what"]: check["met"] for check in checks}
 
 
 @pytest.mark.timeout(300)
-def test_every_part_runs_on_cpu():
-    said: list[str] = []
-    saved: list[str] = []
-    for step in bench_gpu(CPU, SystemClock(), 280.0, SIZES):
-        if step.ended:
-            saved.append(json.dumps(step.document))
-        else:
-            said.append(step.part)
-    document = step.document
-    assert said == PARTS and len(saved) == len(PARTS)
-    assert json.loads(saved[-1]) == (document := json.loads(json.dumps(document)))
-    assert "microbatches" in json.loads(saved[4]) and "piggyback" not in json.loads(saved[4])
-    errors = {part: document[part].get("error") for part in said if "error" in document[part]}
+def test_every_part_runs_on_cpu(tmp_path: Path) -> None:
+    document, met = run_here(tmp_path, *NAMES)
+    errors = {part: figures["error"] for part, figures in document.items() if "error" in figures}
     assert not errors, errors
     assert document["machine"]["device"] == "cpu"
     assert document["machine"]["attention"]["sdpa"] is None and "cuda" in document["machine"]["attention"]["triton"]
     found = document["exact"]
     assert found["rows"] >= 2 and found["rows"] + found["near_ties"] == 3
     assert [run["rows_equal"] for run in found["runs"]] == [found["rows"]], found
-    met = {check["what"]: check["met"] for check in document["checks"]}
     assert met["2 stages --attention sdpa: tokens equal transformers'"]
     assert document["microbatches"]["prefill"]["share_of_flops"] > 0
     for point in document["piggyback"]["curve"]:
@@ -96,31 +86,62 @@ def test_every_part_runs_on_cpu():
     assert StageCost(**{**stage, "layers": tuple(stage["layers"])}).a1 > 0
 
 
-def test_a_part_that_fails_is_a_check_that_is_not_met_and_the_others_go_on(monkeypatch):
+def test_sizes_reach_the_worker() -> None:
+    assert Sizes.from_json(json.loads(json.dumps(SIZES.to_json()))) == SIZES
+    assert Sizes.from_json(json.loads(json.dumps(Sizes().to_json()))) == Sizes()
+
+
+def test_a_worker_ends_after_a_part_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its device may be broken. Figures and checks that the part had are kept."""
+
     def exact(bench: Bench, figures: Figures) -> None:
         figures["rows"] = 3
+        bench.check("one pipeline", True, True)
         raise RuntimeError("no kernel image is available")
 
-    def part(bench: Bench, figures: Figures) -> None:
-        figures["flops"] = 1.0
+    monkeypatch.setitem(worker.PARTS, "exact", exact)
+    bench = make_bench(CPU, SIZES.to_json())
+    bench.folder = tmp_path
+    run_parts(bench, {"exact": 9.0, "machine": 9.0}, math.inf)
+    assert [path.name for path in tmp_path.iterdir()] == ["exact.json"]
+    found = json.loads((tmp_path / "exact.json").read_text())
+    assert found["ended"] and found["figures"]["rows"] == 3
+    assert found["figures"]["error"] == "RuntimeError: no kernel image is available"
+    assert [(check["what"], check["met"]) for check in found["checks"]] == [
+        ("one pipeline", True),
+        ("exact runs", False),
+    ]
 
-    for name in PARTS:
-        monkeypatch.setattr(suite, name, renamed(part, name))
-    monkeypatch.setattr(suite, "exact", exact)
-    *_, last = bench_gpu(CPU, SystemClock(), 10.0, SIZES)
-    document = last.document
-    assert document["exact"]["error"] == "RuntimeError: no kernel image is available"
-    assert document["exact"]["rows"] == 3, "what it had before is kept"
-    assert document["checks"] == [{"what": "exact runs", "seen": False, "wanted": True, "met": False}]
-    assert all(document[name]["flops"] == 1.0 for name in PARTS if name != "exact")
+
+def test_a_part_without_the_rates_says_so(tmp_path: Path) -> None:
+    found, met = run_here(tmp_path, "microbatches")
+    assert "the part rates has no figures" in found["microbatches"]["error"] and not met["microbatches runs"]
+    assert found["microbatches"]["prefill"]["eager"]["s"] > 0
 
 
-def renamed(part: Part, name: str) -> Part:
-    def other(bench: Bench, figures: Figures) -> None:
-        part(bench, figures)
+def test_a_profile_has_the_shares_that_were_measured(tmp_path: Path) -> None:
+    bench = make_bench(CPU, SIZES.to_json())
+    bench.parts["rates"] = {"flops": 100.0, "bytes_per_s": 10.0}
+    speeds = []
+    for share in (None, 0.5):
+        if share is not None:
+            bench.parts["microbatches"] = {
+                "prefill": {"share_of_flops": share},
+                "decode": {"share_of_bandwidth": share},
+            }
+        run_parts(bench, {"profile": 9.0}, math.inf)
+        speeds.append((bench.parts["profile"]["flops"], bench.parts["profile"]["bytes_per_s"]))
+    assert speeds == [(60.0, 7.0), (50.0, 5.0)]
 
-    other.__name__ = name
-    return other
+
+@pytest.mark.timeout(120)
+def test_workers_pass_figures_on() -> None:
+    """`profile` runs in another process than `rates`."""
+    document = GpuDocument()
+    for _ in bench_gpu(document, SystemClock(), 100.0, ("profile",), "cpu", SIZES.to_json()):
+        pass
+    assert document.complete == {"machine", "rates", "profile"} and document.met, document.to_json()
+    assert document.parts["profile"]["flops"] == pytest.approx(0.6 * document.parts["rates"]["flops"])
 
 
 def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
@@ -148,25 +169,6 @@ def test_a_difference_that_noise_hides_is_not_taken_for_nothing(monkeypatch):
     point = figures["curve"][0]
     assert point["cost_s"] == 0 and point["factor"] == pytest.approx(0.004 / 0.001)
     assert bench.checks[0]["met"] is False
-
-
-def test_what_there_is_no_time_for_is_said(monkeypatch):
-    clock = ManualClock()
-
-    def rates(bench: Bench, figures: Figures) -> None:
-        clock.sleep(100)
-
-    monkeypatch.setattr(suite, "rates", rates)
-    steps = [(step.ended, copy.deepcopy(step.document)) for step in bench_gpu(CPU, clock, 50.0, SIZES)]
-    assert steps[-1][0]
-    document = steps[-1][1]
-    assert document["rates"] == {"took_s": 100}
-    assert {document[part]["left_out"] for part in ("exact", "attention")} == {"the 50 s were over"}
-
-
-def test_without_a_gpu_the_command_says_so():
-    result = CliRunner().invoke(cli, ["bench", "gpu"])
-    assert result.exception is not None and "torch finds no CUDA device here" in str(result.exception)
 
 
 def test_bench_itself_still_wants_a_model():

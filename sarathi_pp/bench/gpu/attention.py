@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from sarathi_pp.bench.gpu.plan import ATTENTION_SHARE, Bench, Figures
+from sarathi_pp.bench.gpu.document import Figures
+from sarathi_pp.bench.gpu.plan import ATTENTION_SHARE, Bench
 from sarathi_pp.bench.gpu.stage import (
     Extents,
     GpuStage,
@@ -72,6 +73,7 @@ def attention(bench: Bench, figures: Figures) -> None:
             for found in taken.values():
                 found.setdefault(name, {"error": f"{type(error).__name__}: {error}"})
             bench.check(f"attention {name} runs", False, True)
+        bench.save()
     for what, extents in bench.sizes.attention.items():
         if len(extents) == 1:
             taken[what]["dense"] = _of_a_layer(bench, shape.num_layers, _dense(bench, shape, *extents[0]))

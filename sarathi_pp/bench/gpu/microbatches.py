@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from sarathi_pp.bench.gpu.plan import DECODE_SHARE, PIGGYBACK_FACTOR, PREFILL_SHARE, Bench, Figures
+from sarathi_pp.bench.gpu.document import Figures
+from sarathi_pp.bench.gpu.plan import DECODE_SHARE, PIGGYBACK_FACTOR, PREFILL_SHARE, Bench
 from sarathi_pp.bench.gpu.stage import Extents, GpuStage
 from sarathi_pp.core.plan import SamplingRow
 from sarathi_pp.drawing.sampling import sample
@@ -64,6 +66,7 @@ def piggyback(bench: Bench, figures: Figures) -> None:
         factor = alone["s"] / count / max(cost_s, noise_s, _LEAST_S)
         point = {"decodes": count, "alone": alone, "chunk": beneath, "both": both, "cost_s": cost_s, "noise_s": noise_s}
         curve.append({**point, "factor": factor})
+        bench.save()
         if count <= 8:
             bench.check(f"{count} decodes beside a chunk cost less by", factor, PIGGYBACK_FACTOR)
 
@@ -107,7 +110,8 @@ def _profiled(bench: Bench, call: Callable[[], Tensor]) -> list[Figures]:
     """Return the kernels of one call with the most time: for each, its total time and the number of its calls."""
     activity = torch.profiler.ProfilerActivity
     call()
-    with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if bench.on_gpu else [])]) as profiled:
+    activities = [activity.CPU, *([activity.CUDA] if bench.on_gpu else [])]
+    with warnings.catch_warnings(action="ignore"), torch.profiler.profile(activities=activities) as profiled:
         call()
         if bench.on_gpu:
             torch.cuda.synchronize(bench.device)

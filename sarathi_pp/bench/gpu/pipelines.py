@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from sarathi_pp.bench.gpu.plan import CONTEST_FACTOR, Bench, Figures
+from sarathi_pp.bench.family import family
+from sarathi_pp.bench.gpu.document import Figures
+from sarathi_pp.bench.gpu.plan import CONTEST_FACTOR, Bench
 from sarathi_pp.bench.gpu.stage import ModelShape
 from sarathi_pp.distributed.environment import inherited
 
@@ -21,8 +23,10 @@ _COMMAND = (sys.executable, "-P", "-m", "sarathi_pp", "generate", "--ignore-eos"
 _NEW_TOKENS = 24
 # Least difference between the two best logits. If it is smaller, rounding may decide, and the token proves nothing.
 _LEAST_GAP = 1e-3
-# Most seconds of one process, so that a process that hangs leaves time for the next ones.
-_MOST_S = 120.0
+# Most seconds of one pipeline, so that one that hangs leaves time for the next ones.
+_MOST_S = 60.0
+# Most seconds per side of the contest.
+_CONTEST_S = 95.0
 
 
 def exact(bench: Bench, figures: Figures) -> None:
@@ -87,7 +91,7 @@ def _generate(bench: Bench, folder: Path, stages: int, options: list[str], expec
     more = ["--dtype", "float32", "--max-new-tokens", str(_NEW_TOKENS), "--chunk-size", "64", "--max-num-seqs", "16"]
     more += ["--kv-cache-memory", "256MiB", "--stages", str(stages), *options]
     try:
-        _run(bench, [*_COMMAND, *_files(folder, output), "--device", bench.device.type, *more])
+        _run(bench, [*_COMMAND, *_files(folder, output), "--device", bench.device.type, *more], folder)
     except RuntimeError as error:
         return {"rows_equal": 0, "said": str(error)}
     answers = {int(row["id"]): row["token_ids"] for row in map(json.loads, output.read_text().splitlines())}
@@ -120,16 +124,18 @@ def contest(bench: Bench, figures: Figures) -> None:
         (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         output = folder / "out.jsonl"
         device = bench.device.type
-        _run(bench, [*_COMMAND, *_files(folder, output), "--device", device, "--dtype", dtype, *sizes.serving])
+        command = [*_COMMAND, *_files(folder, output), "--device", device, "--dtype", dtype, *sizes.serving]
+        _run(bench, command, folder, _CONTEST_S)
         report = json.loads(Path(f"{output}.run/report.json").read_text())
         tokens = sum(len(one["prompt_token_ids"]) + one["output_tokens"] for one in requests)
         hits = [stage["graph_hit_rate"] for stage in report["per_stage"]]
         figures |= {"requests": len(requests), "tokens": tokens, "ours": report["total_tokens_per_s"]}
         figures |= {"graph_hit_rate": hits, "bubble_ratio": report["bubble_ratio"]}
+        bench.save()
         asked = {"model": str(folder / "model"), "dtype": dtype, "device": device, "requests": requests}
         (folder / "asked.json").write_text(json.dumps({**asked, "parameters": {"batching": "continuous", "pp": 1}}))
         program = Path(__file__).parents[1] / "peers" / "transformers_program.py"
-        said = _run(bench, [sys.executable, "-P", str(program), str(folder / "asked.json")])
+        said = _run(bench, [sys.executable, "-P", str(program), str(folder / "asked.json")], folder, _CONTEST_S)
     theirs = json.loads(said.splitlines()[-1])
     figures |= {"generate_batch": tokens / theirs["wall_s"], "their_attention": theirs["attention"]}
     figures["factor"] = figures["ours"] / figures["generate_batch"]
@@ -150,19 +156,28 @@ def _files(folder: Path, output: Path) -> tuple[str, ...]:
     return ("--model", str(folder / "model"), "--input", str(folder / "in.jsonl"), "--output", str(output))
 
 
-def _run(bench: Bench, command: Sequence[str]) -> str:
+def _run(bench: Bench, command: Sequence[str], folder: Path, most_s: float = _MOST_S) -> str:
     """Run a command and return its standard output.
+
+    Args:
+        folder: for the files of its standard output and its standard error.
+        most_s: seconds after which it is killed.
 
     Raises:
         RuntimeError: the command failed or took too long. The message has the end of its standard error.
     """
     environment = inherited({"HF_HUB_OFFLINE": "1"})
-    patience_s = min(_MOST_S, max(bench.end_s - bench.clock.now(), 1.0))
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience_s)
-    except subprocess.TimeoutExpired as error:
-        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
-        raise RuntimeError(f"still running after {patience_s:.0f} s: {said[-2000:]}") from error
-    if done.returncode:
-        raise RuntimeError(f"ended with code {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+    patience_s = min(most_s, max(bench.end_s - bench.clock.now(), 1.0))
+    printed, said = folder / "printed", folder / "said"
+    with printed.open("wb") as out, said.open("wb") as error, family(command, environment, out, error) as process:
+        try:
+            code = process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"still running after {patience_s:.0f} s: {_end_of(said)}") from None
+    if code:
+        raise RuntimeError(f"ended with code {code}: {_end_of(said)}")
+    return printed.read_text()
+
+
+def _end_of(path: Path) -> str:
+    return path.read_text(errors="replace")[-2000:]

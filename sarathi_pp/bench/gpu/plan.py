@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
+from sarathi_pp.bench.gpu.document import Figures
 from sarathi_pp.bench.gpu.stage import LLAMA_3_8B, Extents, GpuStage, ModelShape
 from sarathi_pp.model.memory import give_back
+from sarathi_pp.outputs.atomic_file import atomic_write
 from sarathi_pp.trace.clock import Clock
-
-Figures = dict[str, Any]
 
 # The least shares and factors that a GPU must reach, so that a check is met.
 PREFILL_SHARE, DECODE_SHARE, PIGGYBACK_FACTOR, ATTENTION_SHARE, CONTEST_FACTOR = 0.6, 0.7, 10.0, 0.8, 2.0
@@ -77,16 +79,30 @@ class Sizes:
         """Tokens of KV cache that the microbatches need, with the page size of any backend."""
         return self.decodes * (self.context + 256)
 
+    @classmethod
+    def from_json(cls, sizes: Figures) -> Sizes:
+        """Return the sizes that `to_json` has written."""
+        shapes = {name: ModelShape(**sizes[name]) for name in ("large", "small", "middle")}
+        lists = {name: tuple(sizes[name]) for name in ("serving", "piggybacked")}
+        attention = {what: tuple((start, count) for start, count in some) for what, some in sizes["attention"].items()}
+        return cls(**{**sizes, **shapes, **lists, "attention": attention})
+
+    def to_json(self) -> Figures:
+        return {**asdict(self), "attention": dict(self.attention)}
+
 
 @dataclass(slots=True)
 class Bench:
-    """The state that the parts of the suite share.
+    """The state that the parts of one process share.
 
     Attributes:
         dtype: dtype of the timed model.
-        end_s: time at which the budget is used up, on `clock`.
-        checks: results of all checks so far.
-        rates: measured rates of the device, `flops` and `bytes_per_s`. The first part sets them.
+        end_s: time at which the current part must have ended, on `clock`.
+        parts: figures of the parts so far, by name. Those of earlier processes and runs are included.
+        folder: folder for the file of each part, which the watching process reads; None for no files.
+        part: name of the current part.
+        figures: figures of the current part.
+        checks: results of the current part's checks.
         stage: the large model while it is loaded; None otherwise.
     """
 
@@ -94,24 +110,53 @@ class Bench:
     dtype: torch.dtype
     sizes: Sizes
     clock: Clock
-    end_s: float
+    end_s: float = math.inf
+    parts: dict[str, Figures] = field(default_factory=dict)
+    folder: Path | None = None
+    part: str = ""
+    figures: Figures = field(default_factory=dict)
     checks: list[Figures] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)
     stage: GpuStage | None = None
+
+    def begin(self, part: str, end_s: float) -> None:
+        """Begin a part. Figures and checks of the part before it are forgotten here."""
+        self.part, self.end_s = part, end_s
+        self.figures, self.checks = {}, []
+        self.parts[part] = self.figures
+        self.save()
+
+    def save(self, *, ended: bool = False) -> None:
+        """Write the figures and checks of the current part to its file, so that they outlive this process.
+
+        Args:
+            ended: the part has ended.
+        """
+        if self.folder is not None:
+            result = {"figures": self.figures, "checks": self.checks, "ended": ended}
+            atomic_write(self.folder / f"{self.part}.json", json.dumps(result), synced=False)
+
+    @property
+    def rates(self) -> Figures:
+        """Measured rates of the device: `flops` and `bytes_per_s`."""
+        found = self.parts.get("rates", {})
+        if "bytes_per_s" not in found:
+            raise RuntimeError("the part rates has no figures, so nothing can be compared with them")
+        return found
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
     def check(self, what: str, seen: float | bool, wanted: float | bool) -> None:
-        """Record the result of a check.
+        """Record the result of a check of the current part.
 
         Args:
             what: name of the check.
             seen: the measured value.
             wanted: the least value that meets the check.
         """
-        self.checks.append({"what": what, "seen": seen, "wanted": wanted, "met": seen >= wanted})
+        self.checks.append({"part": self.part, "what": what, "seen": seen, "wanted": wanted, "met": seen >= wanted})
+        self.save()
 
     def large(self) -> GpuStage:
         """Return the stage with the large model. It is made at the first call."""

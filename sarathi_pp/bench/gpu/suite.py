@@ -1,38 +1,39 @@
 """The suite of `sarathi-pp bench gpu`, which checks and measures on one GPU all that sarathi_pp runs on GPUs.
 
-    machine -> rates -> nccl -> exact -> contest
-            -> microbatches -> piggyback -> sampling -> kernels -> profile -> logits -> attention
+    this process     chooses parts -> starts a worker ->   watches it   -> takes the results -> next worker
+    worker                            machine, rates      <= limit_s each
+    worker                            exact                                                     ...
 
-Each part is a function, which adds its figures to the document as it gets them. A check compares a measured value with
-the value that a GPU must reach. An error ends only the part in which it happens. If the time is used up, the document
-says that a part was left out. Whole pipelines run first, as separate processes: if a kernel fails in this process, this
-process cannot use the GPU any more.
+Each part adds its figures to the document as it gets them. A check compares a measured value with the value that a GPU
+must reach. A part that fails, hangs or breaks its device costs its own time only: the process is killed, and the next
+parts run in a new one. This process never touches the device.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch.nn import functional
 
-import sarathi_pp
-from sarathi_pp.bench.gpu.attention import attention, logits
-from sarathi_pp.bench.gpu.microbatches import kernels, microbatches, piggyback, sampling
-from sarathi_pp.bench.gpu.pipelines import contest, exact
-from sarathi_pp.bench.gpu.plan import DECODE_SHARE, PREFILL_SHARE, Bench, Figures, Sizes
-from sarathi_pp.core.cost.estimate import DeviceSpeed, estimate_cost
-from sarathi_pp.distributed.transport import start_nccl_alone
+from sarathi_pp.bench.family import family
+from sarathi_pp.bench.gpu.document import Figures, GpuDocument
+from sarathi_pp.bench.gpu.parts import START_S, Part, choose, share_process
+from sarathi_pp.distributed.environment import inherited
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.layer_shape import LayerShape
-from sarathi_pp.model.attention import BACKENDS, why_not
-from sarathi_pp.model.memory import give_back
 from sarathi_pp.trace.clock import Clock
 
-SCHEMA = "sarathi-pp/gpu/2"
+_WORKER = ("-P", "-m", "sarathi_pp.bench.gpu.worker")
+# Seconds between two looks at a worker's files.
+_POLL_S = 0.05
+# An error shows this many characters from the end of a worker's messages.
+_TAIL = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,127 +43,130 @@ class Step:
     Attributes:
         part: name of the part.
         ended: False if the part starts now.
-        document: all figures so far.
     """
 
     part: str
     ended: bool
-    document: Figures
 
 
-def bench_gpu(device: torch.device, clock: Clock, budget_s: float, sizes: Sizes | None = None) -> Iterator[Step]:
-    """Run the parts of the suite. Yield a step before and after each of them.
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The figures and checks of a part.
+
+    Attributes:
+        goes_on: the worker runs its next part.
+    """
+
+    figures: Figures
+    checks: list[Figures]
+    goes_on: bool
+
+
+def bench_gpu(
+    document: GpuDocument,
+    clock: Clock,
+    budget_s: float,
+    named: Sequence[str] = (),
+    device: str = "cuda:0",
+    sizes: Figures | None = None,
+) -> Generator[Step, None, None]:
+    """Run parts of the suite, and add their figures to the document. Yield a step before and after each part.
 
     Args:
-        budget_s: seconds after which no further part starts.
-        sizes: sizes of the measurements; None takes those for a GPU with a large model.
+        document: figures of earlier runs. They are kept unless their part runs again.
+        budget_s: seconds after which everything that still runs is killed.
+        named: names of the parts to run; empty for all parts that the document does not have completely.
+        sizes: sizes of the measurements, from Sizes.to_json; None takes those for a GPU with a large model.
 
     Raises:
-        ConfigError: torch finds no CUDA device.
+        ConfigError: torch finds no CUDA device, or the document is of another machine.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("bench gpu needs a CUDA device, and torch finds no CUDA device here")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    begin_s = clock.now()
-    bench = Bench(device, dtype, sizes or Sizes(), clock, begin_s + budget_s)
-    document: Figures = {"schema": SCHEMA, "machine": machine(device), "checks": bench.checks}
-    for part in (rates, nccl, exact, contest, microbatches, piggyback, sampling, kernels, profile, logits, attention):
-        name = part.__name__
-        figures: Figures = {}
-        document[name] = figures
-        if clock.now() > bench.end_s:
-            figures["left_out"] = f"the {budget_s:g} s were over"
-        else:
-            yield Step(name, False, document)
-            _run(part, bench, figures)
-        document["took_s"] = clock.now() - begin_s
-        yield Step(name, True, document)
+    end_s = clock.now() + budget_s
+    over = f"the {budget_s:g} s were over"
+    waiting = choose(named, document.complete)
+    while waiting:
+        if clock.now() >= end_s:
+            document.leave_out(waiting[0].name, over)
+            yield Step(waiting.pop(0).name, True)
+            continue
+        together = share_process(waiting)
+        request = {"device": device, "sizes": sizes, "parts": document.parts, "end_s": end_s}
+        request["limits"] = {part.name: part.limit_s for part in together}
+        with _worker(request, clock) as worker:
+            for part in together:
+                yield Step(part.name, False)
+                result = worker.wait_for(part, end_s, over)
+                waiting.remove(part)
+                if "left_out" not in result.figures or part.name not in document.complete:
+                    document.put(part.name, result.figures, result.checks)
+                yield Step(part.name, True)
+                if not result.goes_on:
+                    break
 
 
-def _run(part: Callable[[Bench, Figures], None], bench: Bench, figures: Figures) -> None:
-    begin_s = bench.clock.now()
-    try:
-        part(bench, figures)
-    except Exception as error:  # the other parts still run, and the error is a result
-        figures |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        bench.check(f"{part.__name__} runs", False, True)
-    figures["took_s"] = bench.clock.now() - begin_s
+@contextmanager
+def _worker(request: Figures, clock: Clock) -> Iterator[_Worker]:
+    """Start a worker. At the end of the block, kill it and all processes that it started."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        path = folder / "request.json"
+        path.write_text(json.dumps(request))
+        # The profiler of torch would write hundreds of lines.
+        environment = inherited({"KINETO_LOG_LEVEL": "5"})
+        command = [sys.executable, *_WORKER, str(path)]
+        with (folder / "log").open("wb") as log, family(command, environment, log, log) as process:
+            yield _Worker(process, folder, clock)
 
 
-def machine(device: torch.device) -> Figures:
-    found: Figures = {"device": "cpu", "sarathi_pp": sarathi_pp.__version__, "torch": torch.__version__}
-    for name in ("transformers", "triton", "flash_attn"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "device": properties.name,
-            "memory_bytes": properties.total_memory,
-            "processors": properties.multi_processor_count,
-            "capability": f"{properties.major}.{properties.minor}",
-            "cuda": torch.version.cuda,
-        }
-    found["attention"] = {name: why_not(name, device, None) for name in BACKENDS}
-    return found
+class _Worker:
+    """A process that runs parts, seen from the process that watches it."""
 
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, clock: Clock) -> None:
+        self._process = process
+        self._folder = folder
+        self._clock = clock
 
-def rates(bench: Bench, figures: Figures) -> None:
-    """Measure the rates of the device: large matrix products, and reading memory."""
-    size, device = bench.sizes.matrix, bench.device
-    left, right = (torch.randn(size, size, device=device, dtype=bench.dtype) for _ in range(2))
-    (product,) = bench.seconds(lambda: functional.linear(left, right))
-    array = torch.ones(bench.sizes.array_bytes // 4, device=device)
-    (read,) = bench.seconds(array.sum)
-    del array
-    give_back()  # other processes use this device next
-    bench.rates = {"flops": 2 * size**3 / product["s"], "bytes_per_s": bench.sizes.array_bytes / read["s"]}
-    figures |= {**bench.rates, "product": product, "read": read}
+    def wait_for(self, part: Part, end_s: float, over: str) -> _Result:
+        """Wait for the end of a part, of its process, or of the time for it.
 
+        Args:
+            end_s: time after which no part may run.
+            over: why nothing may run after that time.
+        """
+        begin_s, limit_s, began = self._clock.now(), START_S, False
+        while True:
+            code = self._process.poll()  # first, because the process may write the file and end
+            found = self._read(part)
+            if found is not None and found["ended"]:
+                return _Result(found["figures"], found["checks"], "error" not in found["figures"])
+            now_s = self._clock.now()
+            if found is not None and not began:
+                begin_s, limit_s, began = now_s, part.limit_s, True
+            if now_s >= end_s:
+                return self._cut_off(part, found, {"left_out": over, "took_s": now_s - begin_s})
+            if code is not None or now_s - begin_s > limit_s:
+                why = f"its process ended with code {code}" if code is not None else f"killed after {limit_s:g} s"
+                error = f"{why}: {self._said()}" if self._said() else why
+                return self._cut_off(part, found, {"error": error, "took_s": now_s - begin_s})
+            self._clock.sleep(_POLL_S)
 
-def nccl(bench: Bench, figures: Figures) -> None:
-    """Check that NCCL starts with a single rank. On one GPU it cannot run between several ranks."""
-    if not bench.on_gpu:
-        figures["left_out"] = "NCCL runs between GPUs"
-        return
-    figures["sum"] = start_nccl_alone(bench.device, "lo")
-    bench.check("NCCL starts, and sums up a 1", figures["sum"] == 1.0, True)
+    def _read(self, part: Part) -> Figures | None:
+        path = self._folder / f"{part.name}.json"
+        found: Figures | None = json.loads(path.read_text()) if path.exists() else None
+        return found
 
+    def _cut_off(self, part: Part, found: Figures | None, why: Figures) -> _Result:
+        """Return what a part has measured before its end. If the end is an error, it is a check too."""
+        figures, checks = (found["figures"], found["checks"]) if found is not None else ({}, [])
+        if "error" in why:
+            checks = [
+                *checks,
+                {"part": part.name, "what": f"{part.name} runs", "seen": False, "wanted": True, "met": False},
+            ]
+        return _Result({**figures, **why}, checks, goes_on=False)
 
-def profile(bench: Bench, figures: Figures) -> None:
-    """Write the figures that `simulate` needs: the measured speed of the device, and the costs of the large model."""
-    shape, sizes = bench.sizes.large, bench.sizes
-    itemsize = bench.dtype.itemsize
-    # The shares that earlier parts have measured. If such a part failed, take the share that a GPU must reach.
-    met = {check["what"]: check["seen"] for check in bench.checks}
-    product_share = met.get(f"{sizes.prefill} prompt tokens: share of the products' rate", PREFILL_SHARE)
-    read_share = met.get(f"{sizes.decodes} decodes: share of the rate of reading", DECODE_SHARE)
-    speed = DeviceSpeed(
-        {itemsize: product_share * bench.rates["flops"], 2: product_share * bench.rates["flops"]},
-        read_share * bench.rates["bytes_per_s"],
-        tile=128 if bench.on_gpu else 1,
-        layer_s=0.0,  # included in both shares
-    )
-    layer = LayerShape.plain(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
-    cost = estimate_cost(
-        [(0, shape.num_layers)],
-        shapes=[layer] * shape.num_layers,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        weight_bytes=itemsize,
-        speed=speed,
-    )
-    figures |= {
-        "flops": speed.flops[2],
-        "bytes_per_s": speed.bytes_per_s,
-        "tile": speed.tile,
-        "stages": [asdict(stage) for stage in cost.stages],
-    }
+    def _said(self) -> str:
+        """Return the end of the worker's messages."""
+        return (self._folder / "log").read_text(errors="replace")[-_TAIL:].strip()

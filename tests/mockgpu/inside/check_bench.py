@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sarathi_pp.bench.gpu import suite
-from sarathi_pp.bench.gpu.plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu.parts import NAMES
+from sarathi_pp.bench.gpu.plan import Sizes
 from sarathi_pp.bench.gpu.stage import ModelShape
-from sarathi_pp.bench.gpu.suite import bench_gpu
-from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.bench.gpu.worker import make_bench, run_parts
 
 TINY = ModelShape(16, 32, 1, 2, 1, 64)
 SIZES = Sizes(
@@ -30,32 +31,32 @@ SIZES = Sizes(
     repeats=1,
     warm_s=0.0,
 )
-
-
-def exact(bench: Bench, figures: Figures) -> None: ...
-
-
-def contest(bench: Bench, figures: Figures) -> None: ...
+# The others run whole pipelines.
+PARTS = [name for name in NAMES if name not in ("exact", "contest")]
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available.*:UserWarning")
-def test_every_part_runs_on_a_device(monkeypatch):
-    monkeypatch.setattr(suite, "exact", exact)
-    monkeypatch.setattr(suite, "contest", contest)
+def test_every_part_runs_on_a_device(monkeypatch, tmp_path):
     # Only the host's operations are seen here, and the interpreter of kernels has hundreds of thousands.
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(SimpleNamespace(key_averages=list)))
-    *_, last = bench_gpu(torch.device("cuda", 0), SystemClock(), 250.0, SIZES)
-    document = last.document
-    errors = {name: part["traceback"] for name, part in document.items() if isinstance(part, dict) and "error" in part}
+    bench = make_bench(torch.device("cuda", 0), SIZES.to_json())
+    bench.folder = tmp_path
+    run_parts(bench, dict.fromkeys(PARTS, 250.0), math.inf)
+    document = bench.parts
+    errors = {name: part["traceback"] for name, part in document.items() if "error" in part}
     assert not errors, next(iter(errors.values()))
-    assert document["machine"]["device"] == "Mock GPU"
+    assert [*document] == PARTS and document["machine"]["device"] == "Mock GPU"
     assert document["nccl"]["sum"] == 1.0
     for what in ("prefill", "decode"):
         assert {"eager", "graph"} <= set(document["microbatches"][what])
     chunk, decodes, mixed = document["attention"]["of_a_layer"].values()
-    assert set(chunk) == {"triton", "varlen", "sdpa", "dense"} and set(mixed) == {"triton", "varlen", "sdpa"}
+    for found, others in ((chunk, {"dense"}), (decodes, {"share_of_bandwidth"}), (mixed, set())):
+        backends = {name: taken for name, taken in found.items() if name not in ("share_of_bandwidth", "rivals")}
+        assert {*found} - {"rivals"} == {"triton", "varlen", "sdpa"} | others
+        assert all(taken["s"] > 0 for taken in backends.values()), backends
     assert decodes["share_of_bandwidth"] > 0
-    met = {check["what"]: check["met"] for check in document["checks"]}
+    checks = [check for name in PARTS for check in json.loads((tmp_path / f"{name}.json").read_text())["checks"]]
+    met = {check["what"]: check["met"] for check in checks}
     assert {f"{name}: nearer to float32 than transformers by" for name in ("triton", "varlen", "sdpa")} <= {
         what for what, found in met.items() if found
     }

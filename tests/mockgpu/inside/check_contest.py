@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sarathi_pp.bench.gpu.document import Figures
 from sarathi_pp.bench.gpu.pipelines import contest
-from sarathi_pp.bench.gpu.plan import Bench, Figures, Sizes
+from sarathi_pp.bench.gpu.plan import Bench, Sizes
 from sarathi_pp.bench.gpu.stage import ModelShape
 from sarathi_pp.trace.clock import SystemClock
 

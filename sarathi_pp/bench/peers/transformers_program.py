@@ -25,6 +25,9 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 Requests = list[dict[str, Any]]
 Answer = Callable[[Any, Requests], list[list[int]]]
 _PAGE = 256  # tokens per block of the cache, the default of transformers
+# Most tokens of a batch on a GPU. They are enough for its full rate. With the default, 8,192, masks and scores may take
+# tens of gigabytes.
+_GPU_BATCH = 2048
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +87,10 @@ def _continuous(model: Any, requests: Requests) -> Iterator[Answer]:
     transformers would use the remaining memory for masks, which take gigabytes.
     """
     tokens = (len(one["prompt_token_ids"]) + one["output_tokens"] for one in requests)
-    num_blocks = sum(-(-count // _PAGE) for count in tokens) if model.device.type == "cpu" else None
-    config = ContinuousBatchingConfig(allow_block_sharing=False, num_blocks=num_blocks)
+    on_cpu = model.device.type == "cpu"
+    num_blocks = sum(-(-count // _PAGE) for count in tokens) if on_cpu else None
+    batch = None if on_cpu else _GPU_BATCH
+    config = ContinuousBatchingConfig(allow_block_sharing=False, num_blocks=num_blocks, max_batch_tokens=batch)
     with model.continuous_batching_context_manager(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=-1), continuous_batching_config=config
     ) as manager:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs into .venv, then runs the tiers in order. Each prints its time, its budget and its slowest tests. If a tier
 # fails, the others still run.
-#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model avx2 reports runtime faults launch
+#   bash launch/test.sh [--full] [TIER...]        tiers: static pure model avx2 reports runtime faults launch gpu
+#   PYTHON=python3 bash launch/test.sh gpu        without .venv: this Python has torch, Triton, transformers and pytest
 # --full adds the cases marked `full`, which repeat a proof on more sizes. It also starts every process cold
 # (tests/warm). The last line counts tests and static checks. A budget is the most time that a tier may take on two
 # quiet cores. A tier over its budget prints a warning and does not fail.
@@ -9,11 +10,20 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 source launch/setup.sh
-set_up "$root"
+if [ -z "${PYTHON:-}" ]; then
+    set_up "$root"
+elif [ "$*" != gpu ]; then
+    echo "test: PYTHON is for the tier gpu only" >&2
+    exit 2
+fi
+python=${PYTHON:-.venv/bin/python}
+pytest=(.venv/bin/pytest)
+[ -z "${PYTHON:-}" ] || pytest=("$PYTHON" -m pytest)
 
 # Seconds with AVX512-BF16. Others get twice as much, from one quiet run of an AMD EPYC with AVX2.
-declare -A budgets=([static]=20 [pure]=20 [model]=275 [avx2]=30 [reports]=85 [runtime]=370 [faults]=230 [launch]=200)
-known=(static pure model avx2 reports runtime faults launch)
+declare -A budgets=([static]=20 [pure]=20 [model]=285 [avx2]=30 [reports]=85 [runtime]=370 [faults]=230
+    [launch]=200 [gpu]=150)
+known=(static pure model avx2 reports runtime faults launch gpu)
 options=()
 tiers=()
 for argument in "$@"; do
@@ -62,9 +72,9 @@ run_tests() {
         echo "no tests yet in $*"
         return 0
     fi
-    .venv/bin/pytest -q --junit-xml="$scratch/results.xml" ${jobs[@]+"${jobs[@]}"} ${options[@]+"${options[@]}"} \
+    "${pytest[@]}" -q --junit-xml="$scratch/results.xml" ${jobs[@]+"${jobs[@]}"} ${options[@]+"${options[@]}"} \
         "${present[@]}" || code=$?
-    count=$(.venv/bin/python - "$scratch/results.xml" "$scratch/seconds" 2>/dev/null <<'PYTHON' || echo "0 0"
+    count=$("$python" - "$scratch/results.xml" "$scratch/seconds" 2>/dev/null <<'PYTHON' || echo "0 0"
 import sys, xml.etree.ElementTree as tree
 
 suite = next(tree.parse(sys.argv[1]).iter("testsuite"))
@@ -117,7 +127,8 @@ oldest() {
     fi
     # By name, because every worker imports all files in which it looks for tests.
     mapfile -t marked < <(
-        grep -rl 'mark\.oldest' --include='test_*.py' tests/model tests/text tests/inputs tests/commands tests/mockgpu
+        grep -rl 'mark\.oldest' --include='test_*.py' tests/bench tests/model tests/text tests/inputs tests/commands \
+            tests/mockgpu
     )
     [ ${#marked[@]} -gt 0 ] || return 1
     PYTHONPATH=$folder run_tests "${marked[@]}"
@@ -203,6 +214,16 @@ launch() {
     local jobs=("${waiting[@]}")
     has ip iproute2
     run_tests tests/launch tests/packaging tests/examples
+}
+# Compiled kernels, graphs and pipelines on a CUDA device. They compile for most of their time, so several at once.
+gpu() {
+    # A warning that a library gives on a GPU is no fault of ours. One line per test shows where a run hung.
+    local jobs=(--cold -W default -vv -n "$((cores > 6 ? 6 : cores))" --dist loadfile)
+    if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        echo "skipped: no CUDA device"
+        return 0
+    fi
+    run_tests tests/gpu
 }
 
 # budget TIER: print the budget on this machine in seconds. Print nothing with --full, which has no budget.

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Tests and measures this checkout on the GPU of this machine, within a time. It installs nothing if PYTHON is given.
+#   bash launch/gpu_check.sh                                       with .venv
+#   PYTHON=python3 OUT=runs/gpu BUDGET_S=400 bash launch/gpu_check.sh [PART...]
+# OUT         folder for log.txt, gpu.json and triton.tgz (compiled kernels). A second call completes gpu.json.
+# BUDGET_S    seconds for everything
+# TESTS_S     most seconds for the tests; 0 leaves them out
+# KERNELS     triton.tgz of an earlier call: only changed kernels are compiled again
+# PART...     parts of `sarathi-pp bench gpu`; without them, those that gpu.json lacks
+# It ends with 1 if a test or a check fails.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit
+out=${OUT:-runs/gpu}
+budget=${BUDGET_S:-600}
+tests=${TESTS_S:-200}
+if [ -z "${PYTHON:-}" ]; then
+    source launch/setup.sh
+    set_up "$root" || exit
+fi
+python=${PYTHON:-.venv/bin/python}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir -p "$out" "$scratch/path"
+# The two packages and not the checkout: its folder `kernels` must not pass for the package of that name.
+ln -s "$root/sarathi_pp" "$root/kernels/sarathi_pp_kernels" "$scratch/path"
+# Triton finds compiled kernels only in the folder where it wrote them.
+export TRITON_CACHE_DIR=$root/runs/triton HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+mkdir -p "$TRITON_CACHE_DIR"
+if [ -f "${KERNELS:-}" ]; then tar -xzf "$KERNELS" -C "$TRITON_CACHE_DIR"; fi
+
+# left: print the seconds that are left of the budget, and at least 5.
+left() { echo $((budget - SECONDS > 5 ? budget - SECONDS : 5)); }
+# ours SECONDS ARGUMENT...: run sarathi-pp for at most that time.
+ours() { PYTHONPATH=$scratch/path${PYTHONPATH:+:$PYTHONPATH} timeout -k 5 "$1" "$python" -P -m sarathi_pp "${@:2}"; }
+
+check() {
+    local code=0 parts=()
+    nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used,power.limit --format=csv,noheader
+    ip link set lo up 2>/dev/null || true # the stages of one machine talk over loopback
+    ours 90 doctor --model examples/tiny-adder || code=1
+    if [ "$tests" -gt 0 ]; then
+        timeout -k 5 "$tests" bash launch/test.sh gpu || code=1
+    fi
+    if [ "$#" -gt 0 ]; then parts=(--parts "$(IFS=,; echo "$*")"); fi
+    ours "$(left)" bench gpu --budget $(($(left) > 20 ? $(left) - 10 : 5)) --output "$out/gpu.json" \
+        ${parts[@]+"${parts[@]}"} >/dev/null || code=1
+    tar -czf "$out/triton.tgz" -C "$TRITON_CACHE_DIR" .
+    echo "== $SECONDS s, code $code"
+    return $code
+}
+
+check "$@" 2>&1 | tee "$out/log.txt"
+exit "${PIPESTATUS[0]}"

@@ -25,7 +25,7 @@ from sarathi_pp.trace.clock import SystemClock
 from tests.machine import patient
 
 WORKER = """
-import json, os, subprocess, sys, time
+import json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 path = Path(sys.argv[1])
@@ -43,7 +43,7 @@ for name in request["limits"]:
     write(name, False, begun=True, **own)
     if how == "hangs":
         child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        write(name, False, begun=True, child=child.pid)
+        write(name, False, begun=True, child=child.pid, model=tempfile.mkdtemp())
         time.sleep(60)
     if how == "dies":
         print("an illegal memory access", file=sys.stderr, flush=True)
@@ -117,6 +117,7 @@ def test_a_part_without_an_end_costs_only_its_own_time(how: str) -> None:
         assert "code 3" in found["error"]
     if how == "hangs":
         assert has_ended(found["child"]), "a hanging pipeline would keep the device"
+        assert not Path(found["model"]).exists(), "models of the contest are gigabytes"
     assert document.parts["piggyback"]["pid"] == document.parts["kernels"]["pid"] != found.get("pid")
 
 

@@ -108,13 +108,13 @@ def bench_gpu(
 
 @contextmanager
 def _worker(request: Figures, clock: Clock) -> Iterator[_Worker]:
-    """Start a worker. At the end of the block, kill it and all processes that it started."""
-    with tempfile.TemporaryDirectory() as scratch:
+    """Start a worker. At the end of the block, kill it and all processes that it started, and remove their files."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         path = folder / "request.json"
         path.write_text(json.dumps(request))
         # The profiler of torch would write hundreds of lines.
-        environment = inherited({"KINETO_LOG_LEVEL": "5"})
+        environment = inherited({"KINETO_LOG_LEVEL": "5", "TMPDIR": scratch})
         command = [sys.executable, *_WORKER, str(path)]
         with (folder / "log").open("wb") as log, family(command, environment, log, log) as process:
             yield _Worker(process, folder, clock)

@@ -18,6 +18,7 @@ from sarathi_pp.given_values import is_int, plain
 from sarathi_pp.sampling_params import SAMPLING_ALIASES, SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("dtype", "stored")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
@@ -103,6 +104,8 @@ class RunConfig:
         inflight: most microbatches at once in a replica. None: the number of stages, or one more.
         dtype: float type of the computation. "auto": that of the checkpoint, or float32 on a CPU that has no fast
             products in it.
+        weights: form of quantised weights in memory. "dtype": they are dequantised to dtype when they are loaded.
+            "stored": on GPUs, weights in FP8 stay as they are stored, and each product expands them.
         device: device that the stages compute on.
         attention: implementation of attention.
         request_rate: requests per second that arrive, as a Poisson process. inf: all at once.
@@ -150,6 +153,7 @@ class RunConfig:
     layer_split: tuple[int, ...] | Literal["even"] | None = None
     inflight: int | None = None
     dtype: str = "auto"
+    weights: str = "dtype"
     device: str = "auto"
     attention: str = "auto"
     request_rate: float = math.inf
@@ -197,6 +201,7 @@ class RunConfig:
         )
         chosen = {
             "dtype": DTYPES,
+            "weights": WEIGHTS,
             "device": DEVICES,
             "head": HEADS,
             "transport": TRANSPORTS,

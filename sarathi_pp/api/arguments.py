@@ -24,6 +24,7 @@ from sarathi_pp.config import (
     ORDERS,
     PREFIX_CACHES,
     TRANSPORTS,
+    WEIGHTS,
     RunConfig,
     names_of,
     option_of,
@@ -34,7 +35,7 @@ from sarathi_pp.given_values import did_you_mean
 from sarathi_pp.sampling_params import UNSUPPORTED_SAMPLING, SamplingParams, changes_nothing
 
 _TEXT_ONLY = "models read text only"
-_WEIGHTS = "config.json names the form of quantised weights. They are dequantised when they are loaded. Leave it out"
+_WEIGHTS = "config.json names the form of quantised weights. Leave it out, or keep FP8 on a GPU with weights='stored'"
 _REVISION = "one revision of a model is loaded. Download another one, and give its directory as the model"
 _NOT_YET = "it is not supported yet"
 # Arguments of other engines and of the command that an LLM does not have. The first item holds the values that agree
@@ -72,6 +73,7 @@ _OF_SAMPLING = {*(name for one in fields(SamplingParams) for name in names_of(on
 
 _CHOICES = {
     "dtype": DTYPES,
+    "weights": WEIGHTS,
     "device": DEVICES,
     "head": HEADS,
     "transport": TRANSPORTS,

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from sarathi_pp.errors import ConfigError
+
 _NARROW = ("bfloat16", "float16")
 # Instructions with which oneDNN multiplies bfloat16 fast.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -28,13 +30,38 @@ class Dtypes:
         compute: type of activations, KV pages and logits.
         weights: type to which quantised weights are dequantised. Others stay in the type in which they are stored if
             `compute` can hold all its values.
+        float8: weights in FP8 stay as they are stored, and each product expands them to `compute`.
     """
 
     compute: str
     weights: str
+    float8: bool = False
 
 
-def choose_dtypes(wish: str, stored: str, device: str, *, quantised: bool = False) -> Dtypes:
+def keeps_float8(weights: str, quantised: str | None, device: str) -> bool:
+    """Return whether weights in FP8 stay as they are stored.
+
+    Args:
+        weights: the option --weights.
+        quantised: form of the stored weights, for the user; None if they are not quantised.
+        device: the option --device.
+
+    Raises:
+        ConfigError: the user wishes it, and the weights are in no FP8 or the device is a CPU.
+    """
+    if weights != "stored":
+        return False
+    if quantised is None or "fp8" not in quantised.lower():
+        found = "not quantised" if quantised is None else f"stored as {quantised}"
+        raise ConfigError(f"--weights stored: the weights are {found}; use a checkpoint in FP8, or leave out --weights")
+    if device == "cpu":
+        raise ConfigError(
+            "--weights stored: a CPU cannot keep weights in FP8; leave out --weights, or use --device cuda"
+        )
+    return True
+
+
+def choose_dtypes(wish: str, stored: str, device: str, *, quantised: bool = False, float8: bool = False) -> Dtypes:
     """Return the float types of a run.
 
     Args:
@@ -42,7 +69,11 @@ def choose_dtypes(wish: str, stored: str, device: str, *, quantised: bool = Fals
         stored: type of the checkpoint's weights. For quantised ones, the type that config.json names.
         device: the option --device. CPUs are taken to be like the one here.
         quantised: the weights are quantised. They are dequantised to the type that the user wishes.
+        float8: see Dtypes. No CPU keeps weights in FP8.
     """
+    if float8:
+        compute = stored if wish == "auto" else wish
+        return Dtypes(compute, compute, float8=True)
     if wish != "auto":
         narrow = wish == "float32" and stored in _NARROW and not quantised
         return Dtypes(wish, stored if narrow and has_float_products() and computes_on_cpu(device) else wish)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -25,12 +26,14 @@ from sarathi_pp.model.checkpoint.config_file import ConfigFile
 from sarathi_pp.model.checkpoint.entries import weight_entries
 from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
 from sarathi_pp.model.checkpoint.pretrained import load_config, quiet_transformers
+from sarathi_pp.model.checkpoint.quantised.float8 import scratch_bytes
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.stored_tensor import Weight
 from sarathi_pp.model.checkpoint.support import absent_sizes, check_shards
 from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.checkpoint.weights import HeldTypes, stage_tensors
 from sarathi_pp.model.families import Family
+from sarathi_pp.model.float8.holder import Float8Holder, share_scratch
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.float_linear import NARROW
@@ -38,7 +41,7 @@ from sarathi_pp.model.fuse.packed_embedding import pack_tied_heads
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.long_rotary import use_long_rotary
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory, tells_of_memory
-from sarathi_pp.model.narrow_weights import NarrowType, widen_embeddings
+from sarathi_pp.model.narrow_weights import NarrowType, hold_narrow, widen_embeddings
 from sarathi_pp.model.partial_class import drop_tied_embedding, partial_class
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.state.choice import Backends
@@ -57,6 +60,7 @@ def load_stage(
     shard: TensorShard | None = None,
     count: ReadCount | None = None,
     dequantised: torch.dtype | None = None,
+    float8: bool = False,
 ) -> StageModel:
     """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
 
@@ -67,6 +71,7 @@ def load_stage(
             every microbatch, each with the same number of KV heads.
         count: counter to which the bytes are added while they are read; None for a new one.
         dequantised: type to which quantised weights are dequantised; None for dtype.
+        float8: weights in FP8 stay as they are stored. Our Triton kernels must run on the device.
 
     Raises:
         MissingError: tensors are not in the checkpoint. The message names them.
@@ -82,7 +87,7 @@ def load_stage(
             f"requested; give num_layers={config.num_hidden_layers} and 0 <= first < end <= num_layers"
         )
     count = count or ReadCount()
-    held = HeldTypes.on(device.type, dtype, dequantised)
+    held = HeldTypes.on(device.type, dtype, dequantised, float8=float8)
     module, num_bytes = _load(directory, family, config, layers, held, device, room_bytes, shard, count)
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
     use_long_rotary(module.get_submodule(family.base))
@@ -176,6 +181,7 @@ def _load(
             use_states(directory, config, blocks, held.compute, Backends())
         pack_tied_heads(module, held.compute)
         fuse(module, held.compute)  # merged weights and their parts are in memory at the same time
+        share_scratch(module, held.compute, device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -207,13 +213,18 @@ def _load_module(
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that this stage lacks
     tensors, split = _stored(directory, family, config, layers, held, device, shard, count)
-    needed = _num_bytes(tensors)
+    needed = sum(_sizes(tensors))
     count.total_bytes = sum(tensor.num_stored_bytes() for tensor in tensors.values())
     if room_bytes is not None and needed > room_bytes:
         raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)
-    narrow_type = _narrow_types(tensors, family) if held.as_stored else None
-    stage_class = partial_class(directory, architecture, family, layers, num_layers, tied, split, narrow_type)
+    holds: list[Callable[[nn.Module], None]] = []
+    if held.as_stored:
+        holds.append(partial(hold_narrow, narrow_type=_narrow_types(tensors, family)))
+    holder = Float8Holder(tensors, family.base) if held.float8 else None
+    if holder is not None:
+        holds.append(holder.take_modules)
+    stage_class = partial_class(directory, architecture, family, layers, num_layers, tied, split, holds)
     with quiet_transformers() as said:
         try:
             module, loaded = stage_class.from_pretrained(
@@ -228,6 +239,8 @@ def _load_module(
             loaded["unexpected_keys"] = [key for key in loaded["unexpected_keys"] if not _is_spare_bias(key, tensors)]
             _require_complete(directory, layers, module, loaded)
             module.to(device)  # moves tensors that are not weights
+            if holder is not None:
+                holder.load(device)
         except (RuntimeError, MemoryError) as error:
             reports = [line for text in said for line in text.splitlines() if tells_of_memory(line)]
             if is_out_of_memory(error) or reports:
@@ -249,14 +262,41 @@ def stage_bytes(
     shard: TensorShard | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> int:
-    """Return the bytes of weights that `load_stage` loads for the layers [first, end).
+    """Return the bytes that `load_stage` takes for the layers [first, end): weights, and scratch to expand them.
+
+    See stage_sizes.
+    """
+    return sum(stage_sizes(directory, layers, held, shard, checkpoint))
+
+
+class StageSizes(NamedTuple):
+    """Bytes that `load_stage` takes.
+
+    Attributes:
+        weights: bytes of the weights.
+        scratch: bytes of the memory into which weights are expanded for each call. Stages of more layers need no more
+            than their largest layer does.
+    """
+
+    weights: int
+    scratch: int
+
+
+def stage_sizes(
+    directory: Path,
+    layers: tuple[int, int],
+    held: HeldTypes,
+    shard: TensorShard | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> StageSizes:
+    """Return the bytes that `load_stage` takes for the layers [first, end).
 
     Args:
         layers: (first, end). (n, n) in a model of n layers counts the LM head alone, as `load_lm_head` loads it.
         checkpoint: the tensors of the model; None reads them from the headers of its files.
     """
     family, config = load_config(directory)
-    return _num_bytes(_stored(directory, family, config, layers, held, None, shard, ReadCount(), checkpoint)[0])
+    return _sizes(_stored(directory, family, config, layers, held, None, shard, ReadCount(), checkpoint)[0])
 
 
 def stage_stored_bytes(
@@ -321,8 +361,8 @@ def _group_of(name: str) -> tuple[str | None, bool]:
     return layer[1] if layer is not None else None, ".experts." in name
 
 
-def _num_bytes(tensors: Mapping[str, Weight]) -> int:
-    return sum(tensor.num_bytes() for tensor in tensors.values())
+def _sizes(tensors: Mapping[str, Weight]) -> StageSizes:
+    return StageSizes(sum(tensor.num_bytes() for tensor in tensors.values()), scratch_bytes(tensors))
 
 
 def layer_windows(config: Any, family: Family) -> tuple[int | None, ...]:

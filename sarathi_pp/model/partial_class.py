@@ -13,6 +13,7 @@ So layers keep their index in the whole model, and everything that depends on it
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from sarathi_pp.model.checkpoint.pretrained import refuse_config
 from sarathi_pp.model.families import Family
 from sarathi_pp.model.missing_layer import MissingLayer
-from sarathi_pp.model.narrow_weights import NarrowType, hold_narrow
 from sarathi_pp.model.tensor_parallel import Split
 
 # Found in a pattern that names the layer with one index.
@@ -38,12 +38,12 @@ def partial_class(
     num_layers: int,
     tied: bool,
     split: Split | None,
-    narrow_type: NarrowType | None,
+    holds: Sequence[Callable[[nn.Module], None]],
 ) -> Any:
     """Return a subclass of the architecture that holds only the stage's modules, or a shard's part of them.
 
     Args:
-        narrow_type: see `hold_narrow`; None if all weights have the type of the computation.
+        holds: called with the stage's modules, which are still without memory. They change how weights are held.
     """
     first, end = layers
     embeds, ends, alone = first == 0, end == num_layers, first == end
@@ -66,8 +66,8 @@ def partial_class(
             _drop_end(self, base, family, keep_lm_head=alone)
         if alone:
             setattr(base, family.layers, nn.ModuleList())
-        if narrow_type is not None:
-            hold_narrow(self, narrow_type)
+        for hold in holds:
+            hold(self)
 
     # Name and module are those of the parent, because transformers looks up weight conversions by them.
     namespace: dict[str, Any] = {

@@ -96,12 +96,18 @@ def estimated_cost(
         shapes=read_layer_shapes(model_dir, facts),
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
-        weight_bytes=_item_bytes(dtypes.weights),
+        weight_bytes=_weight_bytes(dtypes),
         compute_bytes=_item_bytes(dtypes.compute),
         speed=speed or DEVICE_SPEEDS[device],
         page_size=page_size,
         shards=shards,
     )
+
+
+def _weight_bytes(dtypes: Dtypes) -> int:
+    """Return the bytes of memory that a product reads and writes for a weight. One in FP8 is expanded before."""
+    item_bytes = _item_bytes(dtypes.weights)
+    return 1 + 2 * item_bytes if dtypes.float8 else item_bytes
 
 
 def _item_bytes(dtype: str) -> int:

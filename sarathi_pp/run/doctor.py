@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -35,9 +35,10 @@ from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
 from sarathi_pp.model.batch_invariant import has_equal_decodes
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.entries import loaded_bytes, stored_bytes, weight_entries
+from sarathi_pp.model.checkpoint.entries import loaded_bytes, stays_float8, stored_bytes, weight_entries
 from sarathi_pp.model.checkpoint.fetch import find_model
 from sarathi_pp.model.checkpoint.files import open_checkpoint
+from sarathi_pp.model.checkpoint.quantised.parts import Entry
 from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
@@ -362,6 +363,20 @@ def _packages(device: torch.device) -> Iterator[Finding]:
         yield Finding("packages", name, "used" if name in serving else "unused", f"{found}; for {purpose}")
 
 
+def _sizes_in_fp8(entries: Mapping[str, Entry], dtype: str) -> str:
+    """Return what the weights take if those in FP8 stay so on a GPU, as the end of a sentence; empty if none can.
+
+    Args:
+        entries: the weights of the model by name.
+        dtype: float type of the others.
+    """
+    kept = [(entry, stays_float8(key, entry)) for key, entry in entries.items()]
+    if not any(stays for _, stays in kept):
+        return ""
+    num_bytes = sum(stored_bytes(entry) if stays else loaded_bytes(entry, dtype) for entry, stays in kept)
+    return f"; {in_gib(num_bytes)} with --weights stored on a GPU, plus the largest weight expanded on each"
+
+
 def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> Iterator[Finding]:
     """Yield the findings about a model, up to the first refused one.
 
@@ -383,12 +398,14 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
 
     def weights() -> str:
         directory, facts = directories[0], known[0]
-        entries = weight_entries(ConfigFile.read(directory), open_checkpoint(directory)).values()
+        named = weight_entries(ConfigFile.read(directory), open_checkpoint(directory))
+        entries = named.values()
         stored = in_gib(sum(map(stored_bytes, entries)))
         if facts.quantised is None:
             return f"{stored} in {facts.dtype}, divided among the stages"
         loaded = in_gib(sum(loaded_bytes(entry, facts.dtype) for entry in entries))
-        return f"{stored} stored as {facts.quantised}; {loaded} in {facts.dtype}, divided among the stages"
+        text = f"{stored} stored as {facts.quantised}; {loaded} in {facts.dtype}, divided among the stages"
+        return text + _sizes_in_fp8(named, facts.dtype)
 
     def tokenizer() -> str:
         defaults = read_generation_config(directories[0])

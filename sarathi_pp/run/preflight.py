@@ -28,8 +28,9 @@ from sarathi_pp.inputs.input_format import InputFormat
 from sarathi_pp.inputs.scan import names_grammars, scan_input
 from sarathi_pp.model.checkpoint.checksums import verify_checksums
 from sarathi_pp.model.checkpoint.fetch import find_model
+from sarathi_pp.model.checkpoint.quantised.scheme import DEQUANTISED, KEPT_IN_FP8
 from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model, check_shards
-from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, why_slow
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, keeps_float8, why_slow
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -170,14 +171,15 @@ def preflight(options: BatchOptions) -> Preflight:
     facts.max_model_len(config.max_model_len)
     defaults = _generation_defaults(config, model_dir)
     defaults = defaults.with_command(config.sampling_overrides)
-    warnings = [*defaults.warnings, *profile_mismatch(config, dtypes_of(config, facts).compute)]
-    if config.emulate is None and (slow := why_slow(dtypes_of(config, facts))) and computes_on_cpu(config.device):
+    dtypes = dtypes_of(config, facts)
+    warnings = [*defaults.warnings, *profile_mismatch(config, dtypes.compute)]
+    if config.emulate is None and (slow := why_slow(dtypes)) and computes_on_cpu(config.device):
         warnings.append(slow)
     if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
         )
-    notes = list(facts.notes)
+    notes = [note.replace(DEQUANTISED, KEPT_IN_FP8) if dtypes.float8 else note for note in facts.notes]
     if facts.has_states and config.prefix_cache == "auto":
         notes.append(f"the prefix cache is off: {WHY_NO_PREFIX_CACHE}")
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(notes), tuple(warnings))
@@ -338,7 +340,8 @@ def dtypes_of(config: RunConfig, facts: ModelFacts) -> Dtypes:
     """Return the float types of a run. Emulated stages compute nothing, so their type is that of the profile."""
     if config.emulate is not None:
         return Dtypes(facts.dtype, facts.dtype)
-    return choose_dtypes(config.dtype, facts.dtype, config.device, quantised=facts.quantised is not None)
+    float8 = keeps_float8(config.weights, facts.quantised, config.device)
+    return choose_dtypes(config.dtype, facts.dtype, config.device, quantised=facts.quantised is not None, float8=float8)
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:

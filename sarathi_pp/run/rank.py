@@ -222,6 +222,7 @@ class Rank:
         }
         checked = self.checked
         model = {
+            "weights": checked.config.weights,
             "weights_dtype": checked.dtypes.weights,
             "products": self._loaded.maker.products,
             **({"state_backend": self._loaded.maker.state_backend} if checked.facts.has_states else {}),

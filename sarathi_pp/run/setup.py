@@ -240,7 +240,7 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
         maker = _choose_maker(member, start, dtype, shards)
     with agreement.step("adding up weights") as step:
         step.own = Demand(maker.weight_bytes(layers), pools_of(start.device)).to_json()
-    weights = _require_room(member, step, "weights", _FEWER_WEIGHTS)
+    weights = _require_room(member, step, "weights", _fewer_weights(checked, start.device))
     with agreement.step("loading its layers", maker.reading) as loading:
         maker.load(layers, room_for(env.rank, weights))
         loading.own = {"head": maker.has_head}
@@ -416,7 +416,16 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
         moves_head=moves,
         by_nccl=start.transport.name == "nccl",
         dequantised=getattr(torch, checked.dtypes.weights),
+        float8=checked.dtypes.float8,
     )
+
+
+def _fewer_weights(checked: Preflight, device: torch.device) -> str:
+    """Return advice to the user if the weights are too large."""
+    is_fp8 = "fp8" in (checked.facts.quantised or "").lower()
+    if device.type == "cuda" and is_fp8 and not checked.dtypes.float8:
+        return f"--weights stored, {_FEWER_WEIGHTS}"
+    return _FEWER_WEIGHTS
 
 
 def _may_move_head(member: Member, start: AgreedStart) -> bool:

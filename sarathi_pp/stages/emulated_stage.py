@@ -204,6 +204,7 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
         "--attention": config.attention != "auto",
         "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
         "--device": config.device == "cuda",
+        "--weights": config.weights != "dtype",
         "--enforce-eager": config.enforce_eager,
         "--tensor-parallel-size": config.tensor_parallel_size > 1,
         "--gpu-memory-utilization": config.gpu_memory_utilization != RunConfig(model="").gpu_memory_utilization,

@@ -23,7 +23,7 @@ from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.drawing.drawer import Drawer
 from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.drawing.sampling import sample
-from sarathi_pp.errors import CapacityError, ProtocolError
+from sarathi_pp.errors import CapacityError, ConfigError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.batch_invariant import has_equal_decodes
 from sarathi_pp.model.checkpoint.support import ModelFacts
@@ -39,6 +39,7 @@ from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.state.choice import state_backend
 from sarathi_pp.model.tensor_parallel import TensorShard
+from sarathi_pp.model.triton_available import why_no_kernels
 from sarathi_pp.stages.capacity import (
     DeviceMemory,
     count_pages,
@@ -74,6 +75,10 @@ class ModelStages:
         moves_head: see ResolvedRun.
         by_nccl: NCCL carries the activations, so they are received into memory of the GPU.
         dequantised: type to which quantised weights are dequantised; None for dtype.
+        float8: weights in FP8 stay as they are stored.
+
+    Raises:
+        ConfigError: the device cannot expand weights in FP8, or has no such attention backend.
     """
 
     def __init__(
@@ -88,7 +93,10 @@ class ModelStages:
         moves_head: bool = False,
         by_nccl: bool = False,
         dequantised: torch.dtype | None = None,
+        float8: bool = False,
     ) -> None:
+        if float8 and (why := why_no_kernels(device)) is not None:
+            raise ConfigError(f"--weights stored: Triton expands the weights, and triton {why}; leave out --weights")
         needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks, facts.latent)
         backend = choose_backend(config.attention, device, config.page_size, needs)
         self.page_size = config.page_size or backend.default_page_size
@@ -104,6 +112,7 @@ class ModelStages:
         self._facts = facts if shard is None else facts.sharded(shard.size)
         self._dtype = dtype
         self._dequantised = dequantised
+        self._float8 = float8
         self._device = device
         self.has_head = moves_head
         self.reading = ReadCount()
@@ -113,7 +122,7 @@ class ModelStages:
         self._working = 0
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
-        held = HeldTypes.on(self._device.type, self._dtype, self._dequantised)
+        held = HeldTypes.on(self._device.type, self._dtype, self._dequantised, float8=self._float8)
         return stage_bytes(self._model_dir, layers, held, self._shard)
 
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
@@ -129,6 +138,7 @@ class ModelStages:
             self._shard,
             self.reading,
             self._dequantised,
+            self._float8,
         )
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)

@@ -167,6 +167,7 @@ def find_remedies(memory: ModelMemory, rooms: Rooms, chunk_size: int) -> Iterato
     separate = rooms.separate()
     if separate is None:
         return
+    yield from _weights_in_fp8(memory, separate, chunk_size)
     if (count := _more_stages(memory, separate, chunk_size)) is not None:
         added = (count - len(separate)) * memory.config.tensor_parallel_size
         yield Remedy(("--stages", str(count)), f"with {added} more devices like the smallest one")
@@ -193,6 +194,16 @@ def _more_hosts(memory: ModelMemory, host: DeviceMemory, chunk_size: int) -> int
         ):
             return count
     return None
+
+
+def _weights_in_fp8(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> Iterator[Remedy]:
+    """Yield the option that keeps weights in FP8, if they are stored so and the model then fits the same devices."""
+    if memory.device != "cuda" or memory.config.weights != "dtype":
+        return
+    with suppress(ConfigError):
+        kept = memory.with_options(weights="stored", layer_split=None)
+        if fill(kept, rooms, chunk_size) is not None:
+            yield Remedy(("--weights", "stored"), "on the same devices, with slower products of few tokens")
 
 
 def _more_stages(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> int | None:

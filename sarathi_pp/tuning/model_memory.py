@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,14 @@ from sarathi_pp.model.checkpoint.kind import INDEX_FILE, SINGLE_FILE
 from sarathi_pp.model.checkpoint.mlp import read_mlp
 from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards, describe_config
 from sarathi_pp.model.checkpoint.weights import HeldTypes
-from sarathi_pp.model.dtypes import Dtypes, choose_dtypes
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, keeps_float8
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import resolve_limits, stage_state_bytes
 from sarathi_pp.stages.working_memory import LargestMicrobatch, edge_bytes, estimate_working_bytes
+
+if TYPE_CHECKING:
+    from sarathi_pp.model.loader import StageSizes
 
 # Tokens per page: the default of every attention backend except flash and varlen.
 _PAGE_SIZE = 16
@@ -69,18 +73,27 @@ class PlannedModel:
         """Return notes for the user about the source of the sizes."""
         dtypes = self.dtypes(config, device)
         notes = []
-        if self.facts.quantised is not None:
+        if dtypes.float8:
+            notes.append(
+                f"linear layers and experts stay in FP8, and each product expands them to {dtypes.compute}; weights "
+                f"include the memory for that"
+            )
+        elif self.facts.quantised is not None:
             notes.append(
                 f"the published weights are quantised ({self.facts.quantised}); a run dequantises them when it loads "
                 f"them, so they take the memory of {dtypes.weights}"
             )
         if self.from_config:
             notes.append(f"the weights are not on this host; sizes are those of config.json in {dtypes.weights}")
+            if dtypes.float8:
+                notes.append("which of the weights are in FP8 is not known; the memory is at most that of this plan")
         return notes
 
     def dtypes(self, config: RunConfig, device: str) -> Dtypes:
         """Return the float types of a run on "cpu" or "cuda". All CPUs are taken to be like the one here."""
-        return choose_dtypes(config.dtype, self.facts.dtype, device, quantised=self.facts.quantised is not None)
+        quantised = self.facts.quantised
+        float8 = keeps_float8(config.weights, quantised, device)
+        return choose_dtypes(config.dtype, self.facts.dtype, device, quantised=quantised is not None, float8=float8)
 
 
 @dataclass(frozen=True)
@@ -99,12 +112,13 @@ class Weights:
     def num_bytes(self, layers: Span) -> int:
         """Return the bytes of the layers [first, end), with the embedding and the LM head at the ends.
 
-        For an empty range at the model's end, only the LM head counts.
+        The memory into which weights in FP8 are expanded is included. For an empty range at the model's end, only the
+        LM head counts.
         """
         first, end = layers
         if first == end or end - first == self.model.facts.num_layers:
-            return self._stage_bytes(layers)  # a tied embedding serves both ends, and counts once
-        return self._sums[end] - self._sums[first]
+            return sum(self._sizes(layers))  # a tied embedding serves both ends, and counts once
+        return self._sums[end] - self._sums[first] + max(size.scratch for size in self._layers[first:end])
 
     def stored_bytes(self, layers: Span) -> int | None:
         """Return the bytes that are read from files for the layers [first, end); None if the files are not known."""
@@ -121,16 +135,18 @@ class Weights:
 
         The first layer is counted with the embedding, the last layer with the LM head.
         """
-        sums = [0]
-        for layer in range(self.model.facts.num_layers):
-            sums.append(sums[-1] + self._stage_bytes((layer, layer + 1)))
-        return sums
+        return [0, *accumulate(size.weights for size in self._layers)]
 
-    def _stage_bytes(self, layers: Span) -> int:
-        from sarathi_pp.model.loader import stage_bytes  # takes seconds
+    @cached_property
+    def _layers(self) -> list[StageSizes]:
+        """The sizes of a stage with one layer, for each layer."""
+        return [self._sizes((layer, layer + 1)) for layer in range(self.model.facts.num_layers)]
+
+    def _sizes(self, layers: Span) -> StageSizes:
+        from sarathi_pp.model.loader import stage_sizes  # takes seconds
 
         shard = TensorShard(0, self.shards, _no_sum)
-        return stage_bytes(self.model.directory, layers, self.held, shard, self.model.checkpoint)
+        return stage_sizes(self.model.directory, layers, self.held, shard, self.model.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +208,8 @@ class ModelMemory:
     @classmethod
     def of(cls, model: PlannedModel, config: RunConfig, device: str, longest: int) -> ModelMemory:
         dtypes = model.dtypes(config, device)
-        held = HeldTypes.on(device, getattr(torch, dtypes.compute), getattr(torch, dtypes.weights))
+        compute, weights = (getattr(torch, name) for name in (dtypes.compute, dtypes.weights))
+        held = HeldTypes.on(device, compute, weights, float8=dtypes.float8)
         return cls(Weights(model, held, config.tensor_parallel_size), config, device, longest)
 
     def with_options(self, **options: Any) -> ModelMemory:
@@ -203,6 +220,8 @@ class ModelMemory:
         """
         config = replace(self.config, **options)
         check_shards(self.model.directory, config.tensor_parallel_size)
+        if config.weights != self.config.weights:
+            return ModelMemory.of(self.model, config, self.device, self.longest)
         same = config.tensor_parallel_size == self.weights.shards
         weights = self.weights if same else replace(self.weights, shards=config.tensor_parallel_size)
         return replace(self, weights=weights, config=config)

@@ -115,6 +115,7 @@ class _Document:
             "options": self._options(),
             "would_fit": [] if candidate.fits else [asdict(remedy) for remedy in self._remedies()],
             "quantised": self.memory.model.facts.quantised,
+            "weights": self.config.weights,
             "stages": run.num_stages,
             "tensor_parallel_size": run.tensor_parallel_size,
             "devices": [device.title for device in basis.devices],
@@ -209,7 +210,7 @@ class _Document:
         options += ["--layer-split", ",".join(str(end - first) for first, end in run.layers)]
         options += ["--chunk-size", str(run.chunk_size), "--inflight", str(run.inflight)]
         options += ["--max-num-seqs", str(run.max_num_seqs)]
-        for name in ("max_model_len", "page_size", "gpu_memory_utilization", "dtype"):
+        for name in ("max_model_len", "page_size", "gpu_memory_utilization", "dtype", "weights"):
             if (value := getattr(config, name)) != getattr(default, name):
                 options += [f"--{name.replace('_', '-')}", str(value)]
         if config.kv_cache_memory_bytes is not None:

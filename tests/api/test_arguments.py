@@ -100,6 +100,7 @@ WRONG: Mapping[str, object] = {
     "layer_split": [3, 3],
     "inflight": 0,
     "dtype": "int8",
+    "weights": "int4",
     "device": "cuda",
     "attention": "triton",
     "request_rate": 1,

@@ -50,6 +50,7 @@ FIELDS: dict[str, tuple[list[str], object]] = {
     "layer_split": (["--layer-split", "3,2"], (3, 2)),
     "inflight": (["--inflight", "5"], 5),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
+    "weights": (["--weights", "stored"], "stored"),
     "device": (["--device", "cpu"], "cpu"),
     "attention": (["--attention", "sdpa"], "sdpa"),
     "request_rate": (["--request-rate", "2"], 2.0),

@@ -34,6 +34,7 @@ GENERATE_OPTIONS = {
         "--prefix-cache",
         "--tbt-slo",
         "--dtype",
+        "--weights",
         "--device",
         "--attention",
         "--max-model-len",

@@ -89,6 +89,7 @@ WRONG = [
     ("layer_split", 3, "one integer per stage"),
     ("dtype", "int8", "one of auto, float32"),
     ("dtype", [], "one of auto, float32"),
+    ("weights", "int4", "one of dtype, stored"),
     ("device", Torch("cuda:1"), "one of auto, cpu, cuda"),
     ("head", "first", "one of auto, last"),
     ("transport", None, "one of auto, gloo"),

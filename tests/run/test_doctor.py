@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from sarathi_pp.model.families import FAMILIES
 from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.run import doctor
 from tests.commands.processes import ROOT
+from tests.model.checkpoint.quantised import write_published
 from tests.model.families import write_checkpoint
 
 ADDER = ROOT / "examples" / "tiny-adder"
@@ -208,3 +210,14 @@ def test_a_model_that_keeps_states_says_that_it_has_no_prefix_cache(ask: Ask, mo
     assert said.splitlines()[-1] == "refused: model states (exit code 2)"
     monkeypatch.undo()
     assert "states" not in [one["name"] for one in ask("--model", ADDER)[1]["findings"]]
+
+
+def test_a_model_in_fp8_says_how_much_memory_it_takes_as_it_is_stored(ask: Ask, tmp_path: Path) -> None:
+    sizes = {}
+    for form in ("fp8 blocks", "gptq int4"):
+        model = write_published("llama", form, tmp_path / form).quantised
+        sizes[form] = finding(ask("--model", model)[1], "model", "weights")["detail"]
+    said = sizes["fp8 blocks"]
+    found = re.search(r"([\d.e-]+) GiB in float32.*; ([\d.e-]+) GiB with --weights stored on a GPU, plus", said)
+    assert found is not None and 0.2 < float(found[2]) / float(found[1]) < 0.7, said
+    assert "--weights stored" not in sizes["gptq int4"]

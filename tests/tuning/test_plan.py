@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from sarathi_pp.cli.main import main
@@ -19,11 +20,14 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError, MissingError, PartitionError
+from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.sim.workload import Workload, parse_workload
-from sarathi_pp.tuning.hardware import Hardware
+from sarathi_pp.tuning.hardware import CONTEXT_BYTES, Hardware
 from sarathi_pp.tuning.plan import make_plan
 from sarathi_pp.tuning.prediction import Prediction, predict
-from tests.model.checkpoint.quantised import write_published
+from tests.model.checkpoint.quantised import FORMS, publish, write_published
+from tests.model.families import FAMILIES, write_checkpoint
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions
 CONFIGS = Path(__file__).parent / "configs"
@@ -430,6 +434,43 @@ def test_equal_layers_have_no_kinds(tmp_path: Path) -> None:
     file = StringIO()
     Console(file=file, width=120).print(render_plan(found))
     assert "layers differ" not in file.getvalue()
+
+
+def plan_float8(model: Path, memory_bytes: int, **options: Any) -> dict[str, Any]:
+    fields = {"model": str(model), "stages": 2, "dtype": "bfloat16", "max_num_seqs": 2} | options
+    hardware = Hardware(memory=(memory_bytes,), devices=2)
+    return make_plan(RunConfig(**fields), parse_workload(SMALL_WORKLOAD), hardware)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_that_stay_in_fp8_are_counted_with_the_memory_to_expand_them(family: str, tmp_path: Path) -> None:
+    directory = write_published(family, "fp8 blocks", tmp_path).quantised
+    document, whole = (plan_float8(directory, 8 << 30, weights=weights) for weights in ("stored", "dtype"))
+    assert (document["weights"], whole["weights"]) == ("stored", "dtype") and document["fits"]
+    assert "--weights" in document["options"] and "--weights" not in whole["options"]
+    held = HeldTypes.on("cuda", torch.bfloat16, float8=True)
+    for ours, theirs in zip(document["per_stage"], whole["per_stage"], strict=True):
+        assert ours["weights_bytes"] == stage_bytes(directory, tuple(ours["layers"]), held) < theirs["weights_bytes"]
+    assert any("each product expands them to bfloat16" in note for note in document["notes"])
+    assert document["total_tokens_per_s"] < whole["total_tokens_per_s"], "more bytes are moved"
+
+
+def test_a_plan_that_does_not_fit_names_the_option_that_keeps_weights_in_fp8(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.update({"hidden_size": 256, "intermediate_size": 1024})
+    write_checkpoint("llama", tmp_path / "source", config=config)
+    publish(FORMS["fp8 blocks"], tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
+    directory, given = tmp_path / "quantised", {"kv_cache_memory_bytes": 1 << 18}
+    least = []
+    for weights in ("stored", "dtype"):
+        stages = plan_float8(directory, CONTEXT_BYTES + (1 << 20), weights=weights, **given)["per_stage"]
+        least.append(max(stage["total_bytes"] for stage in stages))  # with the smallest microbatches
+    assert least[0] < least[1]
+    memory = CONTEXT_BYTES + sum(least) // 2
+    refused = plan_float8(directory, memory, **given)
+    assert not refused["fits"]
+    assert ["--weights", "stored"] in [list(remedy["options"]) for remedy in refused["would_fit"]]
+    assert plan_float8(directory, memory, weights="stored", **given)["fits"]
 
 
 def test_neighbours_with_equal_kinds_of_layers_share_a_line(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def estimate_cost(
     Args:
         layers: layers [first, end) of each stage.
         shapes: the shape of each layer of the model.
-        weight_bytes: bytes of one weight in memory.
+        weight_bytes: bytes that are read or written for one weight of a layer. Those of the LM head are at most
+            compute_bytes.
         compute_bytes: bytes of a number of the computation, such as a key or value; None for weight_bytes.
         speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
         shards: T, the number of ranks that compute each stage together. Coefficients and page_bytes are those of one of
@@ -156,7 +157,7 @@ def estimate_cost(
 
     model = estimate_stages(layers, speeds)
     head_weights, last = hidden_size * vocab_size, model.stages[-1]
-    head_read_s = head_weights * weight_bytes / speeds[-1].bytes_per_s
+    head_read_s = head_weights * min(weight_bytes, compute_bytes) / speeds[-1].bytes_per_s
     head_s = 2 * head_weights / speeds[-1].flops[size]
     stages = (*model.stages[:-1], replace(last, a0=last.a0 + head_read_s, head_s=head_s))
     layer_costs: tuple[LayerCost, ...] = ()

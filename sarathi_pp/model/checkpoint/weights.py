@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sarathi_pp.model.checkpoint.entries import stays_float8
 from sarathi_pp.model.checkpoint.files import TensorEntry
+from sarathi_pp.model.checkpoint.quantised.float8 import Float8Tensor
 from sarathi_pp.model.checkpoint.quantised.parts import Entry
 from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor, TurnedTensor, Weight
@@ -25,21 +27,26 @@ class HeldTypes:
         compute: type of activations, and of weights that are not held as they are stored.
         dequantised: type to which quantised weights are dequantised.
         as_stored: matrices of a narrower type stay as they are stored, and are widened in registers.
+        float8: weights in FP8 stay as they are stored, and each call expands them to `compute`.
     """
 
     compute: torch.dtype
     dequantised: torch.dtype
     as_stored: bool
+    float8: bool = False
 
     @classmethod
-    def on(cls, device: str, compute: torch.dtype, dequantised: torch.dtype | None = None) -> HeldTypes:
+    def on(
+        cls, device: str, compute: torch.dtype, dequantised: torch.dtype | None = None, *, float8: bool = False
+    ) -> HeldTypes:
         """Return the types for a kind of device, "cpu" or "cuda".
 
         Args:
             dequantised: None if quantised weights become those of `compute`.
+            float8: weights in FP8 stay as they are stored.
         """
         as_stored = device == "cpu" and compute == torch.float32 and has_float_gemm()
-        return cls(compute, dequantised or compute, as_stored)
+        return cls(compute, dequantised or compute, as_stored, float8)
 
     def of(self, entry: Entry) -> torch.dtype:
         """Return the type in which a weight is held.
@@ -90,7 +97,11 @@ def stage_tensors(
         if wanted:
             # Few modules of learned positions are plain embeddings, which could hold a narrower type.
             of_positions = family.positions is not None and family.positions in key.split(".")
-            chosen[key] = _weight(entry, count, held.compute if of_positions else held.of(entry), device)
+            dtype = held.compute if of_positions else held.of(entry)
+            if held.float8 and not isinstance(entry, TensorEntry) and stays_float8(key, entry):
+                chosen[key] = Float8Tensor(entry, count, dtype, device=device)
+            else:
+                chosen[key] = _weight(entry, count, dtype, device)
     return chosen
 
 

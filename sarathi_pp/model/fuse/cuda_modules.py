@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sarathi_pp.model.attention.adapter import PagedCall
+from sarathi_pp.model.float8.linear import Float8Linear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -23,8 +24,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def can_merge(*linears: nn.Module) -> bool:
     """Return whether one product can replace all these layers, which have the same input.
 
-    They need the same float dtype and device, and all or none have a bias.
+    They need the same float dtype and device, and all or none have a bias. All or none hold their weights in FP8.
     """
+    if all(type(one) is Float8Linear for one in linears):
+        return len({one.bias is None for one in linears}) == 1
     if not all(type(one) is nn.Linear and one.weight.dtype in DTYPES for one in linears):
         return False
     kinds = {(one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
@@ -44,6 +47,11 @@ class MergedLinear(nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
 
+def merge(*linears: Any) -> MergedLinear | Float8Linear:
+    """Return one layer for several with the same input, of which `can_merge` is true."""
+    return Float8Linear.merge(*linears) if type(linears[0]) is Float8Linear else MergedLinear(*linears)
+
+
 class GatedMLP(nn.Module):
     """A gated MLP: down(silu(gate(x)) * up(x)) for x (..., hidden_size)."""
 
@@ -52,7 +60,7 @@ class GatedMLP(nn.Module):
         from sarathi_pp_kernels.triton.gate import silu_multiply  # triton is optional
 
         self._gate = silu_multiply
-        self.gate_up = MergedLinear(mlp.gate_proj, mlp.up_proj)
+        self.gate_up = merge(mlp.gate_proj, mlp.up_proj)
         mlp.gate_proj = mlp.up_proj = None  # frees them before the next ones are merged
         self.down_proj = mlp.down_proj
 
@@ -98,7 +106,7 @@ class RotaryAttention(nn.Module):
         self._rotate = rotate_and_write
         self.layer_idx = attention.layer_idx
         self.scaling = attention.scaling
-        self.qkv = MergedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv = merge(attention.q_proj, attention.k_proj, attention.v_proj)
         attention.q_proj = attention.k_proj = attention.v_proj = None
         self.o_proj = attention.o_proj
         self.query_norm = attention.q_norm.weight if with_norms else None

@@ -21,7 +21,7 @@ _COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
-from sarathi_pp_kernels.triton import gate, norm, rotary, sampling
+from sarathi_pp_kernels.triton import expand, gate, norm, rotary, sampling
 
 def sources(dtype):
     row = "*" + dtype
@@ -31,6 +31,9 @@ def sources(dtype):
     for gain in (row, None):
         heads = (row, row, row, "*i64", "*i64", row, row, gain, gain, "fp32", "i32", "i32", 4, 4, 48, 64)
         yield rotary._rotate_rows, heads, {"num_warps": 1, "enable_fp_fusion": False}
+    for scales, needed, e5m2 in (("*fp32", None, False), ("*bf16", "*i32", False), ("*fp16", None, True)):
+        sizes = ("i32",) * 8 + ("i64", "i32")
+        yield expand._expand_rows, ("*u8", scales, needed, row, *sizes, 32, 128, e5m2), {}
     eight, shape, digits = {"num_warps": 8}, (128256, 4096, 32, 32), {"fp32": 8, "bf16": 4}[dtype]
     given = (row, "*fp32", "*i64", "*fp64")
     search = (*given, "*i32", "*i32", "*fp64")
@@ -133,7 +136,7 @@ print(json.dumps({capability: code(module._attend, capability, found) for capabi
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     found = {*run_compiler(tmp_path, _COMPILE, str(capability)).split()}
     drawing = {"_find_block_peaks", "_find_peaks", "_narrow", "_weigh_blocks", "_invert"}
-    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", *drawing}
+    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_expand_rows", *drawing}
 
 
 @pytest.fixture(scope="module")

@@ -74,10 +74,9 @@ def test_no_greedy_token_changes(family: str) -> None:
     assert torch.allclose(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 2.0), (torch.float16, 1.2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_half_precision_is_about_as_near_to_float32_as_unfused(dtype: torch.dtype, factor: float) -> None:
-    """The interpreter truncates to bfloat16 and a device rounds: twice the error of each rounding, and a bias."""
+def test_half_precision_is_about_as_near_to_float32_as_unfused(dtype: torch.dtype) -> None:
     exact, ids = build_model("qwen3", config=with_layers("qwen3", 2)), torch.arange(3, 18)
     plain = copy.deepcopy(exact).to(dtype)
     target = exact(ids[None]).logits[0]
@@ -85,7 +84,7 @@ def test_half_precision_is_about_as_near_to_float32_as_unfused(dtype: torch.dtyp
     def error(found: Tensor) -> float:
         return float((found.float() - target).norm() / target.norm())
 
-    assert error(logits(fused(plain), ids)) < factor * error(logits(plain, ids))
+    assert error(logits(fused(plain), ids)) < 1.2 * error(logits(plain, ids))
 
 
 @pytest.mark.parametrize(

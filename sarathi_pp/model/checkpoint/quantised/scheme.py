@@ -8,8 +8,8 @@
     gptq                 Qwen and others                    4- or 8-bit integers   per group, also in another order
     awq                  Qwen and others                    4-bit integers         per group
 
-Weights are dequantised when they are loaded. Activations stay in the dtype of the run, also if the publisher's engine
-quantises them. Other methods are refused by name, before any weight is read.
+Weights are dequantised when they are loaded. On a GPU, FP8 can stay (--weights stored). Activations stay in the dtype
+of the run, also if the publisher's engine quantises them. Other methods are refused by name, before any weight is read.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from typing import Any, Literal
 
 from sarathi_pp.errors import UnsupportedModelError
 from sarathi_pp.model.checkpoint.config_file import ConfigFile
+
+# What a run does with quantised weights, for the user.
+DEQUANTISED = "weights are dequantised when they are loaded"
+KEPT_IN_FP8 = "weights of layers stay in FP8 on the GPU, and each product expands them"
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
 Method = Literal["fp8", "mxfp4", "compressed-tensors", "gptq", "awq"]
@@ -105,7 +109,7 @@ class Scheme:
         if self.title is None:
             return f"config.json quantises only activations ({self.method}); they are not quantised here"
         kept = "; activations are not quantised" if self.activations else ""
-        return f"weights are dequantised when they are loaded ({self.title}){kept}"
+        return f"{DEQUANTISED} ({self.title}){kept}"
 
 
 def read_scheme(config: ConfigFile) -> Scheme | None:

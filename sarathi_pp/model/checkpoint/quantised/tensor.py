@@ -120,6 +120,12 @@ class _Matrix:
         return read_box(entry, width, (above, above + height), (0, width), self.count)
 
 
+def product_scales(entry: QuantisedEntry, count: ReadCount) -> Tensor:
+    """Return the scales of a weight that is one matrix, in the float type in which products are rounded."""
+    rows, columns = entry.shape
+    return _Matrix(entry, 0, (0, rows), (0, columns), count).scales()
+
+
 # Rows and columns of the weight, and their values.
 _Block = tuple[Range, Range, Tensor]
 

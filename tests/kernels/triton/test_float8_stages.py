@@ -1,0 +1,204 @@
+"""Stages that keep their weights in FP8 compute the bits of stages that dequantise them on load.
+
+They run here on CPU tensors, with kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sarathi_pp.config import RunConfig
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.model import loader
+from sarathi_pp.model.attention.sdpa import SdpaAttention
+from sarathi_pp.model.checkpoint.files import open_checkpoint
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.float8.experts import Float8Experts
+from sarathi_pp.model.float8.linear import Float8Linear
+from sarathi_pp.model.fuse import cuda_modules
+from sarathi_pp.model.fuse.rewrite import fuse
+from sarathi_pp.model.inputs import Span, build_inputs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.loader import load_stage, stage_bytes, stage_sizes, stage_stored_bytes
+from sarathi_pp.model.stage_model import StageModel
+from sarathi_pp.model.tensor_parallel import TensorShard
+from sarathi_pp.stages.model_stage import ModelStages
+from tests.model.checkpoint.quantised import FORMS, publish, write_published
+from tests.model.families import NUM_LAYERS, write_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 8
+WHOLE = (0, NUM_LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "fuse", partial(fuse, by_kernels=True))
+
+
+def load(directory: Path, *, float8: bool, shard: TensorShard | None = None, layers: tuple[int, int] = WHOLE) -> Any:
+    return load_stage(
+        directory,
+        layers,
+        check_model(directory).num_layers,
+        torch.bfloat16,
+        CPU,
+        SdpaAttention(),
+        shard=shard,
+        float8=float8,
+    )
+
+
+def outputs(stage: StageModel, directory: Path, shards: int = 1) -> list[Tensor]:
+    """Return the logits of a prompt in two chunks, of which the second one runs with another sequence's decode."""
+    facts = check_model(directory)
+    slots = 2 if facts.has_states else 0
+    kv = KVShard(stage.layers, 6, PAGE_SIZE, facts.sharded(shards).caches, torch.bfloat16, CPU, num_slots=slots)
+    ids = torch.arange(3, 18)
+    found = []
+    for spans, given in (
+        ((Span(0, 9, (4, 2), slot=0),), ids[:9]),
+        ((Span(9, 6, (4, 2), slot=0), Span(0, 1, (5,), slot=1)), torch.cat([ids[9:], ids[:1]])),
+    ):
+        found.append(stage.forward(given, build_inputs(spans, range(len(given)), PAGE_SIZE, CPU), kv))
+    return found
+
+
+def modules(stage: StageModel, kind: type[nn.Module]) -> list[Any]:
+    return [module for module in stage.module.modules() if type(module) is kind]
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "fp8 tensor", "float8 channels"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_dense_layers(family: str, form: str, tmp_path: Path) -> None:
+    directory = write_published(family, form, tmp_path).quantised
+    ours, theirs = load(directory, float8=True), load(directory, float8=False)
+    for one, other in zip(outputs(ours, directory), outputs(theirs, directory), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+    # Query, key and value; gate and up.
+    assert len(modules(ours, Float8Linear)) == 4 * NUM_LAYERS and not modules(ours, cuda_modules.MergedLinear)
+    assert len(modules(theirs, cuda_modules.MergedLinear)) == 2 * NUM_LAYERS
+    names = set(dict(ours.module.named_parameters()))
+    assert not any("_proj.weight" in name or "qkv.weight" in name for name in names)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts(family: str, tmp_path: Path) -> None:
+    """Weights that latent attention absorbs are dequantised."""
+    directory = write_published(family, "fp8 blocks", tmp_path).quantised
+    ours, theirs = load(directory, float8=True), load(directory, float8=False)
+    for one, other in zip(outputs(ours, directory), outputs(theirs, directory), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+    assert modules(ours, Float8Experts) and modules(ours, Float8Linear)
+
+
+# Families whose files name experts in different ways, and layers that keep states.
+OTHERS = (
+    *("mixtral", "qwen2_moe", "minimax_m2", "glm4_moe", "hy_v3", "exaone_moe", "ernie4_5_moe", "afmoe", "deepseek_v2"),
+    *("hunyuan_v1_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text", "lfm2_moe", "granitemoehybrid"),
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """All linear layers and single experts of layers are stored in FP8."""
+    write_checkpoint(family, tmp_path / "source")
+    of_layers = re.compile(r"\.layers\..*(_proj|\.w[123])\.weight$")
+    form = replace(FORMS["fp8 blocks"], of=lambda name, weight: weight.ndim == 2 and of_layers.search(name) is not None)
+    directory = tmp_path / "quantised"
+    publish(form, tmp_path / "source", directory, tmp_path / "reference")
+    layers = (0, check_model(directory).num_layers)
+    ours, theirs = (load(directory, float8=float8, layers=layers) for float8 in (True, False))
+    for one, other in zip(outputs(ours, directory), outputs(theirs, directory), strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+    kept, plain = (HeldTypes.on("cuda", torch.bfloat16, float8=float8) for float8 in (True, False))
+    counted = stage_bytes(directory, layers, plain) - stage_sizes(directory, layers, kept).weights
+    assert taken(theirs) - taken(ours) == counted > 0, "every weight that is counted in FP8 is held so"
+
+
+def test_experts_that_no_token_needs_are_not_expanded(tmp_path: Path) -> None:
+    directory = write_published("qwen3_moe", "fp8 blocks", tmp_path).quantised
+    experts = modules(load(directory, float8=True), Float8Experts)[0]
+    expected = modules_of(load(directory, float8=False), "gate_up_proj")[0]
+    count, *_ = expected.gate_up_proj.shape
+    hidden = torch.ones(2, expected.gate_up_proj.shape[2], dtype=torch.bfloat16)
+    index = torch.tensor([[1, 3], [3, 1]])
+    inner = experts._experts[0]
+    inner.gate_up_proj.fill_(math.nan)
+    inner.down_proj.fill_(math.nan)
+    weights = torch.full((2, 2), 0.5, dtype=torch.bfloat16)
+    assert torch.equal(experts(hidden, index, weights), expected(hidden, index, weights))
+    written = [not inner.gate_up_proj[i].isnan().any() for i in range(count)]
+    assert written == [i in (1, 3) for i in range(count)]
+    assert torch.equal(inner.down_proj[[1, 3]], expected.down_proj[[1, 3]])
+
+
+def modules_of(stage: StageModel, weight: str) -> list[Any]:
+    return [module for module in stage.module.modules() if hasattr(module, weight)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_memory_is_counted(family: str, tmp_path: Path) -> None:
+    """Codes, scales and scratch: the sizes that are counted from file headers are those that are allocated."""
+    directory = write_published(family, "fp8 blocks", tmp_path).quantised
+    for layers in (WHOLE, (1, 3)):
+        ours, theirs = (load(directory, float8=float8, layers=layers) for float8 in (True, False))
+        kept, plain = (HeldTypes.on("cuda", torch.bfloat16, float8=float8) for float8 in (True, False))
+        scratches = [one._weight for one in modules(ours, Float8Linear)]
+        scratches += [one._experts[0].down_proj for one in modules(ours, Float8Experts)]
+        assert len({one.untyped_storage().data_ptr() for one in scratches}) == 1, "one piece of memory"
+        sizes, all_sizes = (stage_sizes(directory, layers, held) for held in (kept, plain))
+        assert scratches[0].untyped_storage().nbytes() == sizes.scratch > all_sizes.scratch == 0
+        # On a CPU, a tied LM head is packed, which is no parameter.
+        assert taken(theirs) - taken(ours) == all_sizes.weights - sizes.weights > 0.2 * all_sizes.weights
+        assert ours.num_bytes == sum(sizes) == stage_bytes(directory, layers, kept)
+        checkpoint = open_checkpoint(directory)
+        assert ours.bytes_read == stage_stored_bytes(directory, layers, kept, None, checkpoint) == theirs.bytes_read
+
+
+def taken(stage: StageModel) -> int:
+    tensors = (*stage.module.parameters(), *stage.module.buffers())
+    return sum({one.data_ptr(): one.nbytes for one in tensors}.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_tensor_shards(family: str, tmp_path: Path) -> None:
+    """The summands of each shard."""
+    directory = write_published(family, "fp8 blocks", tmp_path).quantised
+    for index in range(2):
+        shard = TensorShard(index, 2, lambda summand: summand)
+        ours, theirs = (load(directory, float8=float8, shard=shard) for float8 in (True, False))
+        for one, other in zip(outputs(ours, directory, 2), outputs(theirs, directory, 2), strict=True):
+            assert torch.equal(one, other)
+        assert modules(ours, Float8Linear)
+
+
+def test_weights_that_no_module_can_hold_are_dequantised(tmp_path: Path) -> None:
+    """One part of an expert is stored in floats."""
+    write_checkpoint("qwen3_moe", tmp_path / "source")
+    form = FORMS["fp8 blocks"]
+    skipped = "model.layers.1.mlp.experts.1.up_proj.weight"
+    some = replace(form, of=lambda name, weight: name != skipped and form.of(name, weight))
+    publish(some, tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
+    ours, theirs = (load(tmp_path / "quantised", float8=float8) for float8 in (True, False))
+    for one, other in zip(outputs(ours, tmp_path / "quantised"), outputs(theirs, tmp_path / "quantised"), strict=True):
+        assert torch.equal(one, other)
+    assert len(modules(ours, Float8Experts)) == len(modules_of(theirs, "gate_up_proj")) - 1
+
+
+def test_a_device_without_our_kernels_is_refused(tmp_path: Path) -> None:
+    directory = write_published("llama", "fp8 blocks", tmp_path).quantised
+    config, facts = RunConfig(model=str(directory), weights="stored"), check_model(directory)
+    with pytest.raises(ConfigError, match="--weights stored: Triton expands the weights, and triton runs on cuda"):
+        ModelStages(config, directory, facts, torch.bfloat16, CPU, float8=True)

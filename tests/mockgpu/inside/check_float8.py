@@ -1,0 +1,82 @@
+"""Weights in FP8 on a simulated GPU: graphs and eager calls give the tokens of weights that are dequantised on load."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
+from sarathi_pp.model.attention.triton import TritonAttention
+from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
+from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.loader import load_stage, stage_bytes
+from sarathi_pp.stages.model_stage import ModelStage
+from tests.mockgpu.machine import TIMELINE
+from tests.model.checkpoint.quantised import write_published
+from tests.model.families import NUM_LAYERS
+
+GPU = torch.device("cuda", 0)
+WHOLE = (0, NUM_LAYERS)
+SHAPES = (Shape(4, 2, decodes=False), Shape(2, 2, decodes=True))
+GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+FAMILIES = ["llama", "qwen3_moe"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory) -> Path:
+    return write_published(request.param, "fp8 blocks", tmp_path_factory.mktemp(request.param)).quantised
+
+
+def make_stage(model: Path, *, float8: bool, graphed: bool) -> ModelStage:
+    facts = check_model(model)
+    loaded = load_stage(
+        model, WHOLE, NUM_LAYERS, torch.float32, GPU, TritonAttention(), dequantised=torch.float32, float8=float8
+    )
+    kv = KVShard(WHOLE, 8, 16, facts.caches, torch.float32, GPU, spare=True)
+    graphs = None
+    if graphed:
+        empty = [CudaGraph(torch.cuda.graph_pool_handle()) for _ in SHAPES]
+        graphs = StageGraphs(loaded, kv, SHAPES, facts.hidden_size, facts.num_heads, GPU, empty)
+    return ModelStage(loaded, kv, facts.hidden_size, torch.float32, GPU, graphs=graphs)
+
+
+MICROBATCHES = [
+    MicroBatch(0, (Chunk(0, 0, 0, 4, False, (3, 4, 5, 6), (4,), GREEDY),), (), 0.0),
+    MicroBatch(1, (Chunk(1, 0, 0, 3, False, (6, 7, 8), (2,), GREEDY), Chunk(0, 0, 4, 1, True, (5,), (), GREEDY))),
+    MicroBatch(2, (Chunk(0, 0, 5, 1, True, (9,), (), GREEDY), Chunk(1, 0, 3, 1, True, (3,), (), GREEDY)), (), 0.0),
+]
+
+
+def test_tokens_by_graphs_and_without(model):
+    plain = make_stage(model, float8=False, graphed=False)
+    expected = [plain.prepare(microbatch)(None).tokens for microbatch in MICROBATCHES]
+    for graphed in (False, True):
+        if graphed and "moe" in check_model(model).model_type:
+            continue  # on the host, torch's grouped product reads how many tokens an expert has
+        stage = make_stage(model, float8=True, graphed=graphed)
+        before = TIMELINE.waits.copy()
+        found = [stage.prepare(microbatch)(None).tokens for microbatch in MICROBATCHES]
+        assert found == expected and all(found)
+        if not plain.model.module.config.model_type.endswith("moe"):
+            assert TIMELINE.waits - before == {"copy to the host": 3}, "expanding waits for nothing"
+        assert stage.graphed == ((3, 0) if graphed else None)
+
+
+def test_the_bytes_that_are_counted_are_taken(model):
+    taken, counted, loaded = [], [], []
+    for float8 in (True, False):
+        gc.collect()
+        before = TIMELINE.live_bytes()
+        loaded.append(load_stage(model, WHOLE, NUM_LAYERS, torch.float32, GPU, TritonAttention(), float8=float8))
+        gc.collect()
+        taken.append(TIMELINE.live_bytes() - before)
+        counted.append(stage_bytes(model, WHOLE, HeldTypes.on("cuda", torch.float32, float8=float8)))
+    assert [stage.num_bytes for stage in loaded] == counted
+    # Rotary embeddings are in no file. Both stages have them.
+    assert taken[1] - taken[0] == counted[1] - counted[0] > 0.3 * counted[1]
+    assert all(tensor.is_cuda for tensor in (*loaded[0].module.parameters(), *loaded[0].module.buffers()))

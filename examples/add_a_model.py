@@ -3,8 +3,8 @@
     python examples/add_a_model.py
 
 sarathi_pp has no model files of its own. A stage is transformers' own class without the layers of other stages. So an
-architecture is an entry in sarathi_pp/model/families.py: names of modules, and details of its cache. A model without
-an entry is refused, because no test has proven it. To add one:
+architecture is an entry in sarathi_pp/checkpoint/facts/families.py: names of modules, and details of its cache. A model
+without an entry is refused, because no test has proven it. To add one:
 
 1. Write the entry. This script keeps it here and patches it into the package.
 2. Check that chained slices over the paged KV cache give the logits of the unmodified model. This script does that.
@@ -20,10 +20,10 @@ from unittest import mock
 import torch
 import transformers
 
+from sarathi_pp.checkpoint.facts import support
+from sarathi_pp.checkpoint.facts.families import FAMILIES, Family
 from sarathi_pp.errors import UnsupportedModelError
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint import support
-from sarathi_pp.model.families import FAMILIES, Family
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage

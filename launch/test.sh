@@ -102,7 +102,7 @@ pure() {
 families=(-n auto --dist worksteal)
 model() {
     local bad=0 jobs=("${families[@]}")
-    run_tests tests/model tests/drawing tests/kernels tests/mockgpu || bad=1
+    run_tests tests/model tests/checkpoint tests/drawing tests/kernels tests/mockgpu || bad=1
     oldest || bad=1
     return $bad
 }
@@ -127,7 +127,7 @@ oldest() {
     fi
     # By name, because every worker imports all files in which it looks for tests.
     mapfile -t marked < <(
-        grep -rl 'mark\.oldest' --include='test_*.py' tests/bench tests/model tests/text tests/inputs tests/commands \
+        grep -rl 'mark\.oldest' --include='test_*.py' tests/bench tests/model tests/checkpoint tests/text tests/inputs tests/commands \
             tests/mockgpu
     )
     [ ${#marked[@]} -gt 0 ] || return 1

@@ -35,8 +35,8 @@ from rounds import describe_rounds, disturbed_rounds, hold_undisturbed, missing_
 
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.bench.contest import OurRun, Run, TokenIds, Work, hold
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.distributed.environment import inherited
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.sim.workload import parse_workload
 
 DECODES = "uniform:n=32,min=64,max=128,output=64"

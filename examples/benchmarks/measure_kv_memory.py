@@ -25,12 +25,12 @@ from one_stage import CPU, PAGE_SIZE
 from record import Record
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, PagedCache, state_bytes
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.core.pages import PagePool
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard, page_bytes
-from sarathi_pp.model.layer_cache import LayerCache, PagedCache, state_bytes
 from sarathi_pp.model.loader import load_stage
 
 KV_CACHE = 4 << 30

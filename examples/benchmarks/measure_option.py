@@ -30,8 +30,8 @@ from record import Record, spread
 from rounds import describe_rounds, disturbed_rounds, hold_undisturbed, missing_rounds, undisturbed
 
 from sarathi_pp.bench.contest import OurRun, Run, Work
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import HEADS, TRANSPORTS
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.sim.workload import parse_workload
 
 WORKS = {

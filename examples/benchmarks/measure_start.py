@@ -29,7 +29,7 @@ from record import Record, spread
 from sarathi_pp.bench.contest import write_prompts
 from sarathi_pp.bench.footprint import Footprint
 from sarathi_pp.bench.machine import stolen
-from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.report.run_reader import find_traces
 from sarathi_pp.sim.workload import parse_workload

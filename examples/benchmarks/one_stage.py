@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.fuse.packed_linear import warm_linears
 from sarathi_pp.model.inputs import Span, StageInputs, build_inputs
 from sarathi_pp.model.kv import KVShard

@@ -23,6 +23,8 @@ from sarathi_pp.api.call import Answers
 from sarathi_pp.api.outputs import RequestOutput
 from sarathi_pp.api.prompts import Messages, Prompt, chat_lines, params_of_each, prompt_lines
 from sarathi_pp.api.terminal import Terminal
+from sarathi_pp.checkpoint.facts.support import check_model, check_shards
+from sarathi_pp.checkpoint.fetch import find_model
 from sarathi_pp.config import stages_among
 from sarathi_pp.core.partition import partition
 from sarathi_pp.core.policy import module_being_imported, parse_policy
@@ -37,8 +39,6 @@ from sarathi_pp.inputs.parse import ParsedLine
 from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
-from sarathi_pp.model.checkpoint.fetch import find_model
-from sarathi_pp.model.checkpoint.support import check_model, check_shards
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.call_thread import Call, CallThread
 from sarathi_pp.process.watchdog import Watchdog

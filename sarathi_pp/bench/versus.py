@@ -18,12 +18,12 @@ from sarathi_pp.bench.floor import Floor, shared_tokens
 from sarathi_pp.bench.machine import MachineRates, measure_rates, wait_until_quiet
 from sarathi_pp.bench.peers import parse_peer
 from sarathi_pp.bench.workload_file import read_workload
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
+from sarathi_pp.checkpoint.fetch import find_model
 from sarathi_pp.core.cost.estimate import DeviceSpeed
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.core.request import Request
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.fetch import find_model
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.run.auto_options import estimated_cost

@@ -69,7 +69,7 @@ def check(model: str, stages: int, prompts: Path | None, as_json: bool) -> int:
 def _check(model: str, stages: int, prompts: Path | None, *, as_json: bool) -> int:
     activity = Activity()
     with StatusLine(Console(stderr=True), activity), activity.phase("loading libraries"):
-        from sarathi_pp.model.checkpoint.fetch import find_model
+        from sarathi_pp.checkpoint.fetch import find_model
         from sarathi_pp.stages.check import check_stages
         from sarathi_pp.stages.check_prompts import random_prompts, read_prompts
 

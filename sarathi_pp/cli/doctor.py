@@ -11,9 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES
 from sarathi_pp.cli.options import DEBUGGING, MODEL, RUN
 from sarathi_pp.errors import EXIT_OK, SarathiError
-from sarathi_pp.model.families import FAMILIES
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.report.status import StatusLine
 

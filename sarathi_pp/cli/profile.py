@@ -84,9 +84,9 @@ def _profile(
 
 def _preflight(config: RunConfig, output: Path, overwrite: bool) -> None:
     """Check everything that can be checked before a model is loaded."""
+    from sarathi_pp.checkpoint.facts.support import check_model, check_shards
+    from sarathi_pp.checkpoint.fetch import find_model
     from sarathi_pp.core.partition import partition
-    from sarathi_pp.model.checkpoint.fetch import find_model
-    from sarathi_pp.model.checkpoint.support import check_model, check_shards
     from sarathi_pp.outputs.profile_file import check_profile_output
     from sarathi_pp.outputs.run_directory import RunDirectory
     from sarathi_pp.run.preflight import check_machine

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import sarathi_pp
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.wire import codec
 

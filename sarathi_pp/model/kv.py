@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, PagedCache, StateCache, token_values
 from sarathi_pp.model.inputs import StageInputs
-from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache, token_values
 
 
 def page_bytes(caches: Sequence[LayerCache], page_size: int, dtype: torch.dtype) -> int:

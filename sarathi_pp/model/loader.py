@@ -18,21 +18,20 @@ import torch
 import transformers
 from torch import nn
 
+from sarathi_pp.checkpoint.entries import weight_entries
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.facts.families import Family
+from sarathi_pp.checkpoint.facts.pretrained import load_config, quiet_transformers
+from sarathi_pp.checkpoint.facts.support import absent_sizes, check_shards
+from sarathi_pp.checkpoint.files import Checkpoint, open_checkpoint
+from sarathi_pp.checkpoint.quantised.float8 import scratch_bytes
+from sarathi_pp.checkpoint.quantised.tensor import QuantisedTensor
+from sarathi_pp.checkpoint.stored_tensor import Weight
+from sarathi_pp.checkpoint.tensor_file import ReadCount
 from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingError
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.attention.latent import LATENT, absorb_latents
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.entries import weight_entries
-from sarathi_pp.model.checkpoint.files import Checkpoint, open_checkpoint
-from sarathi_pp.model.checkpoint.pretrained import load_config, quiet_transformers
-from sarathi_pp.model.checkpoint.quantised.float8 import scratch_bytes
-from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
-from sarathi_pp.model.checkpoint.stored_tensor import Weight
-from sarathi_pp.model.checkpoint.support import absent_sizes, check_shards
-from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.checkpoint.weights import HeldTypes, stage_tensors
-from sarathi_pp.model.families import Family
 from sarathi_pp.model.float8.holder import Float8Holder, share_scratch
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
@@ -47,6 +46,7 @@ from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.state.choice import Backends
 from sarathi_pp.model.state.rewrite import use_states
 from sarathi_pp.model.tensor_parallel import Split, TensorShard
+from sarathi_pp.model.weights import HeldTypes, stage_tensors
 
 
 def load_stage(

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sarathi_pp.model.checkpoint.pretrained import refuse_config
-from sarathi_pp.model.families import Family
+from sarathi_pp.checkpoint.facts.families import Family
+from sarathi_pp.checkpoint.facts.pretrained import refuse_config
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.tensor_parallel import Split
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.families import Family
+from sarathi_pp.checkpoint.stored_tensor import Weight
+from sarathi_pp.checkpoint.tensor_file import Cut
 from sarathi_pp.errors import ConfigError, UnsupportedModelError
-from sarathi_pp.model.checkpoint.stored_tensor import Weight
-from sarathi_pp.model.checkpoint.tensor_file import Cut
-from sarathi_pp.model.families import Family
 
 # The last style is for training. Its modules are complete on every shard and are computed alike.
 _STYLES = ("colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce")

@@ -12,10 +12,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import InputError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.text.tokenizer import tokenizer_digest
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.estimate import DEVICE_SPEEDS, DeviceSpeed, estimate_cost
 from sarathi_pp.core.cost.model import CostModel
@@ -15,7 +16,6 @@ from sarathi_pp.core.cost.sizing import inflight, saturation, typical_load
 from sarathi_pp.core.partition import partition_by_time
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.model.shapes.layers import read_layer_shapes
 from sarathi_pp.outputs.profile_file import read_profile

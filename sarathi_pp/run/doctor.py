@@ -24,6 +24,14 @@ import torch
 from packaging.requirements import Requirement
 
 import sarathi_pp
+from sarathi_pp.checkpoint.checksums import verify_checksums
+from sarathi_pp.checkpoint.entries import loaded_bytes, stays_float8, stored_bytes, weight_entries
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.facts.layer_cache import state_bytes, token_values
+from sarathi_pp.checkpoint.facts.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model
+from sarathi_pp.checkpoint.fetch import find_model
+from sarathi_pp.checkpoint.files import open_checkpoint
+from sarathi_pp.checkpoint.quantised.parts import Entry
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.devices import DeviceInfo, choose_device, describe_device
 from sarathi_pp.distributed.environment import RankEnvironment, expected_environment
@@ -33,17 +41,9 @@ from sarathi_pp.errors import EXIT_OK, SarathiError
 from sarathi_pp.inputs.generation_config import read_generation_config
 from sarathi_pp.model.attention import BACKENDS, Needs, choose_backend, why_not
 from sarathi_pp.model.batch_invariant import has_equal_decodes
-from sarathi_pp.model.checkpoint.checksums import verify_checksums
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.entries import loaded_bytes, stays_float8, stored_bytes, weight_entries
-from sarathi_pp.model.checkpoint.fetch import find_model
-from sarathi_pp.model.checkpoint.files import open_checkpoint
-from sarathi_pp.model.checkpoint.quantised.parts import Entry
-from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, why_slow
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.fuse.packed_linear import has_gemm, has_onednn, product_name
-from sarathi_pp.model.layer_cache import state_bytes, token_values
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.model.state.choice import state_widths, why_not_numba
 from sarathi_pp.model.triton_available import why_no_kernels

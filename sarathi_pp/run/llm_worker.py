@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sarathi_pp.checkpoint.facts.support import check_model
+from sarathi_pp.checkpoint.fetch import find_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import parse_policy
 from sarathi_pp.distributed.environment import find_environment
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.inputs.generation_config import read_generation_config
-from sarathi_pp.model.checkpoint.fetch import find_model
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.console import Console
 from sarathi_pp.run.ending import Ending, exit_code, handle_signals

@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from sarathi_pp.checkpoint.checksums import verify_checksums
+from sarathi_pp.checkpoint.facts.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model, check_shards
+from sarathi_pp.checkpoint.fetch import find_model
+from sarathi_pp.checkpoint.quantised.scheme import DEQUANTISED, KEPT_IN_FP8
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition
@@ -26,10 +30,6 @@ from sarathi_pp.inputs.input_file import (
 )
 from sarathi_pp.inputs.input_format import InputFormat
 from sarathi_pp.inputs.scan import names_grammars, scan_input
-from sarathi_pp.model.checkpoint.checksums import verify_checksums
-from sarathi_pp.model.checkpoint.fetch import find_model
-from sarathi_pp.model.checkpoint.quantised.scheme import DEQUANTISED, KEPT_IN_FP8
-from sarathi_pp.model.checkpoint.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model, check_shards
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, keeps_float8, why_slow
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
 from sarathi_pp.outputs.profile_file import read_profile

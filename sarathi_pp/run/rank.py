@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from sarathi_pp.checkpoint.facts.layer_cache import state_bytes
 from sarathi_pp.config import ResolvedRun
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.repartition import repartition
@@ -25,7 +26,6 @@ from sarathi_pp.errors import MissingError, PeerLostError, SarathiError
 from sarathi_pp.inputs.prompt_limits import PromptLimits
 from sarathi_pp.inputs.request_maker import RequestMaker
 from sarathi_pp.inputs.unknown_tokens import UnknownTokens
-from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.run.auto_options import estimated_cost
 from sarathi_pp.run.collect_traces import gather

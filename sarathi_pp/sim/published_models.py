@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.facts.families import FAMILIES
+from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, PagedCache
+from sarathi_pp.checkpoint.facts.mlp import MLPShape
+from sarathi_pp.checkpoint.facts.state_caches import own_caches
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.layer_shape import LayerShape
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.mlp import MLPShape
-from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.families import FAMILIES
-from sarathi_pp.model.layer_cache import LayerCache, PagedCache
 from sarathi_pp.model.shapes.layers import layer_shapes
-from sarathi_pp.model.state.caches import own_caches
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from typing import cast
 
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import state_bytes
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.config import PrefixCacheMode, ResolvedRun, RunConfig
 from sarathi_pp.core.pages import most_idle_pages
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import KVShard, page_bytes
-from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
+from sarathi_pp.checkpoint.tensor_file import ReadCount
 from sarathi_pp.core.partition import partition
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention import AttentionBackend, choose_backend
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage

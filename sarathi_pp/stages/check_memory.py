@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import state_bytes, token_values
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.checkpoint.weights import HeldTypes
-from sarathi_pp.model.layer_cache import state_bytes, token_values
 from sarathi_pp.model.loader import stage_bytes
 from sarathi_pp.model.memory import in_gib
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.process.host import memory_pools
 
 # Most tokens of the prompts that are computed as one group, unless one prompt has more.

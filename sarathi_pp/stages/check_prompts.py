@@ -13,10 +13,10 @@ from typing import Literal
 
 import torch
 
+from sarathi_pp.checkpoint.facts.pretrained import load_config
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
 from sarathi_pp.core.partition import partition
 from sarathi_pp.errors import CapacityError, InputError, MissingError, RowError
-from sarathi_pp.model.checkpoint.pretrained import load_config
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.stages.check_memory import CheckMemory
 from sarathi_pp.text.tokenizer import Tokenizer

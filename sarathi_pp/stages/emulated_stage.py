@@ -15,6 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, PagedCache, StateCache
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost.model import CostModel, Load
 from sarathi_pp.core.cost.profile import Profile
@@ -22,8 +24,6 @@ from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch, SampledToken
 from sarathi_pp.drawing.sampling import uniform
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.layer_cache import LayerCache, PagedCache, StateCache
 from sarathi_pp.stages.stage import Compute, StageOutput
 from sarathi_pp.trace.clock import Clock
 from sarathi_pp.wire.channel import Receiver

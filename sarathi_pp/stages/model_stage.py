@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts
+from sarathi_pp.checkpoint.tensor_file import ReadCount
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.policy import Limits, parse_policy
@@ -26,9 +28,6 @@ from sarathi_pp.drawing.sampling import sample
 from sarathi_pp.errors import CapacityError, ConfigError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.batch_invariant import has_equal_decodes
-from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.checkpoint.tensor_file import ReadCount
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.fuse.compiled_layers import choose_team
 from sarathi_pp.model.fuse.packed_linear import product_name, warm_linears
 from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
@@ -40,6 +39,7 @@ from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.state.choice import state_backend
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.model.triton_available import why_no_kernels
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.capacity import (
     DeviceMemory,
     count_pages,

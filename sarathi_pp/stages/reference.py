@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.tensor_file import ReadCount
 from sarathi_pp.errors import InputError
-from sarathi_pp.model.checkpoint.tensor_file import ReadCount
 from sarathi_pp.model.loader import load_reference
 from sarathi_pp.stages.router_ties import Choice, RecordTies
 

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sarathi_pp.checkpoint.facts.mlp import MLPShape
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, Scored
 from sarathi_pp.core.policy import Limits, PolicySpec
 from sarathi_pp.drawing.draw import draw
 from sarathi_pp.drawing.history import Edit, History
 from sarathi_pp.drawing.scoring import SLICE_ROWS, score
-from sarathi_pp.model.checkpoint.mlp import MLPShape
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.graphs import Shape, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.cost.model import LayerCost
 from sarathi_pp.core.cost.profile import Profile
@@ -27,7 +28,6 @@ from sarathi_pp.errors import RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.outputs.profile_file import write_profile
 from sarathi_pp.outputs.run_directory import RunDirectory

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.mlp import read_mlp
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model, check_shards, describe_config
+from sarathi_pp.checkpoint.fetch import find_config
+from sarathi_pp.checkpoint.files import Checkpoint, indexed_files, open_checkpoint
+from sarathi_pp.checkpoint.kind import INDEX_FILE, SINGLE_FILE
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import MissingError
-from sarathi_pp.model.checkpoint.fetch import find_config
-from sarathi_pp.model.checkpoint.files import Checkpoint, indexed_files, open_checkpoint
-from sarathi_pp.model.checkpoint.kind import INDEX_FILE, SINGLE_FILE
-from sarathi_pp.model.checkpoint.mlp import read_mlp
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model, check_shards, describe_config
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, keeps_float8
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.capacity import resolve_limits, stage_state_bytes
 from sarathi_pp.stages.working_memory import LargestMicrobatch, edge_bytes, estimate_working_bytes
 
@@ -65,7 +65,7 @@ class PlannedModel:
         facts = describe_config(directory)
         if _has_weights(directory):
             return cls(directory, check_model(directory), open_checkpoint(directory), from_config=False)
-        from sarathi_pp.model.checkpoint.shapes import describe_tensors  # takes seconds
+        from sarathi_pp.checkpoint.shapes import describe_tensors  # takes seconds
 
         return cls(directory, facts, describe_tensors(directory, facts.dtype), from_config=True)
 

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from sarathi_pp.checkpoint.facts.layer_cache import state_bytes
+from sarathi_pp.checkpoint.facts.support import check_shards
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.layer_shape import count_kinds
-from sarathi_pp.model.checkpoint.support import check_shards
-from sarathi_pp.model.layer_cache import state_bytes
 from sarathi_pp.model.memory import in_gib
 from sarathi_pp.run.auto_options import profile_mismatch
 from sarathi_pp.sim.workload import Workload

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from sarathi_pp import LLM, SamplingParams
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.errors import CapacityError, ConfigError, MissingError
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.report.run_reader import read_run
 from sarathi_pp.run import rank
 from sarathi_pp.text.tokenizer import Tokenizer

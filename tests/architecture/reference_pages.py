@@ -19,10 +19,10 @@ from typing import Any
 import click
 
 from sarathi_pp import errors
+from sarathi_pp.checkpoint.facts.families import FAMILIES, LEFT_OUT
+from sarathi_pp.checkpoint.facts.wrapper import TEXT_PARTS, WRAPPERS
 from sarathi_pp.cli.main import cli
 from sarathi_pp.config import RunConfig, names_of, option_of
-from sarathi_pp.model.checkpoint.wrapper import TEXT_PARTS, WRAPPERS
-from sarathi_pp.model.families import FAMILIES, LEFT_OUT
 from sarathi_pp.sampling_params import SamplingParams
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

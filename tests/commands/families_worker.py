@@ -15,6 +15,7 @@ from typing import Any
 
 from sarathi_pp.analysis.replicas import Replica, summarise_replicas
 from sarathi_pp.analysis.summary import read_timeline
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.request import Request
 from sarathi_pp.distributed.control_plane import ControlPlane
@@ -23,7 +24,6 @@ from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.errors import SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.row import Row
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.run.preflight import Preflight

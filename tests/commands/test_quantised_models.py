@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.quantised import answers, write_published
 from tests.commands.processes import COMMAND, Files, run
-from tests.model.checkpoint.quantised import answers, write_published
 from tests.model.families import VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(180)

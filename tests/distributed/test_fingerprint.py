@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.distributed.fingerprint import rank_fingerprint, require_equal
 from sarathi_pp.errors import ConfigError
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.dtypes import Dtypes
 from tests.model.families import write_checkpoint
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import PrefixCacheMode
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.draw_rules import DrawRules
@@ -27,7 +28,6 @@ from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import LMHead

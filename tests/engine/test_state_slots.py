@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from tests.engine.pipeline import run_pipeline
 from tests.model.families import write_checkpoint
 

@@ -12,8 +12,8 @@ import torch
 from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.attention import numba as numba_attention
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from tests.engine.pipeline import CPU, run_pipeline, stage_models

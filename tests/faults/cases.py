@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _ROWS, _SOURCE, _SINK = "inputs/test_parse.py::test_", "inputs/test_source.py::test_", "outputs/test_sink.py::test_"
 _TEXT, _REFUSED = "text/test_tokenizer.py::test_", "commands/test_generate_refusals.py::test_"
-_WEIGHTS, _SUPPORT = "model/checkpoint/test_weights.py::test_", "model/checkpoint/test_support.py::test_"
+_WEIGHTS, _SUPPORT = "checkpoint/test_weights.py::test_", "checkpoint/test_support.py::test_"
 _RESUME, _SIGNALS, _INSIDE = (
     "faults/test_resume.py::test_",
     "faults/test_signals.py::test_",
@@ -139,7 +139,7 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         "model/test_stage_model.py::test_a_wrong_shape_is_refused")),
     33: ("safetensors that are cut short or damaged", (
         f"{_WEIGHTS}a_corrupt_file_is_named", f"{_WEIGHTS}no_damage_to_a_header_gets_through",
-        "model/checkpoint/test_checksums.py::test_a_flipped_bit_is_found")),
+        "checkpoint/test_checksums.py::test_a_flipped_bit_is_found")),
     34: ("pickled weights", (f"{_WEIGHTS}pickled_weights_are_refused_with_a_way_out",)),
     35: ("paths that leave the model directory", (
         f"{_WEIGHTS}an_index_cannot_point_out_of_the_model", f"{_WEIGHTS}a_link_out_of_the_model_is_refused")),
@@ -148,8 +148,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
     38: ("a hub that cannot be reached, a repository that is missing or gated", (
         f"{_HUB}no_network", f"{_HUB}a_repository_that_is_missing_or_gated_or_a_hub_that_is_ill",
         f"{_HUB}a_hub_that_does_not_answer", f"{_HUB}a_model_is_fetched_once_and_then_needs_no_hub",
-        "model/checkpoint/test_fetch.py::test_config_comes_first_and_one_format_of_the_weights_last",
-        "model/checkpoint/test_fetch.py::test_what_cannot_run_is_refused_with_nothing_but_its_config_fetched")),
+        "checkpoint/test_fetch.py::test_config_comes_first_and_one_format_of_the_weights_last",
+        "checkpoint/test_fetch.py::test_what_cannot_run_is_refused_with_nothing_but_its_config_fetched")),
     39: ("values that are not finite", (
         f"{_BAD}what_float16_does_not_hold_ends_its_request_alone",
         f"{_BAD}the_neighbours_are_unharmed", f"{_BAD}the_first_bad_stage_is_named", _SOAK)),
@@ -260,16 +260,16 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
         f"{_SETTINGS}every_setting_that_transformers_knows_is_classified",
         f"{_REFUSED}a_model_that_asks_for_beams_runs_without_them_if_line_or_command_says_so")),
     67: ("another kind of model, and files that are pointers", (
-        "model/checkpoint/test_kind.py::test_a_folder_of_another_kind_is_named",
-        "model/checkpoint/test_kind.py::test_a_class_of_another_kind_is_named",
-        "model/checkpoint/test_kind.py::test_any_file_may_be_a_pointer")),
+        "checkpoint/test_kind.py::test_a_folder_of_another_kind_is_named",
+        "checkpoint/test_kind.py::test_a_class_of_another_kind_is_named",
+        "checkpoint/test_kind.py::test_any_file_may_be_a_pointer")),
     68: ("a wrong value in config.json", (
-        "model/checkpoint/test_pretrained.py::test_a_wrong_value_is_named_or_changes_nothing",
-        "model/checkpoint/test_pretrained.py::test_the_key_and_its_value_are_named")),
+        "checkpoint/test_pretrained.py::test_a_wrong_value_is_named_or_changes_nothing",
+        "checkpoint/test_pretrained.py::test_the_key_and_its_value_are_named")),
     69: ("tensors that decide nothing, and types that are not computed in", (
-        "model/checkpoint/test_surplus.py::test_what_decides_nothing_is_left_aside",
-        "model/checkpoint/test_surplus.py::test_what_could_decide_something_is_an_error",
-        "model/checkpoint/test_surplus.py::test_a_weight_of_another_type_is_named_with_it")),
+        "checkpoint/test_surplus.py::test_what_decides_nothing_is_left_aside",
+        "checkpoint/test_surplus.py::test_what_could_decide_something_is_an_error",
+        "checkpoint/test_surplus.py::test_a_weight_of_another_type_is_named_with_it")),
     70: ("an exception or an interrupt in a long-lived program, and a call afterwards", (
         "api/test_use_after_failure.py::test_after_an_exception_at_any_call_the_next_run_answers_or_says_why",
         "engine/test_dispatcher.py::test_after_an_exception_no_replica_goes_on_with_what_was_asked_before",

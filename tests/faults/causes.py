@@ -48,7 +48,7 @@ CAUSES = (
     Cause("a model that is not there", 66, False, f"{_REFUSED}files_that_are_not_there_or_in_the_way"),
     Cause("a layer that raises", 70, False, f"{_INSIDE}an_exception_in_a_layer_is_shown_as_it_was"),
     Cause("a disk that is full", 74, False, "faults/test_full_disk.py::test_a_full_disk_loses_nothing"),
-    Cause("weights that are pickled", 77, False, "model/checkpoint/test_support.py::test_pickled_weights_are_refused"),
+    Cause("weights that are pickled", 77, False, "checkpoint/test_support.py::test_pickled_weights_are_refused"),
     Cause("Ctrl-C", 130, False, f"{_SIGNALS}what_runs_is_finished"),
     Cause("SIGTERM: the machine is wanted back", 75, True, f"{_SIGNALS}what_runs_is_finished"),
     Cause("a stage is killed", 75, True, f"{_KILL}a_killed_stage_ends_the_run_with_75"),

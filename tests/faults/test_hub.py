@@ -8,9 +8,9 @@ from threading import Event
 
 import pytest
 
+from tests.checkpoint.hub import NAME, serving
 from tests.commands.processes import Files, free_port
 from tests.faults.jobs import answers, started
-from tests.model.checkpoint.hub import NAME, serving
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import core_model_loading
 
+from sarathi_pp.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
-from sarathi_pp.model.checkpoint.weights import HeldTypes
+from sarathi_pp.model.weights import HeldTypes
 from tests.commands.processes import Files
 from tests.faults.jobs import fault, started
 from tests.model.families import NUM_LAYERS, write_checkpoint

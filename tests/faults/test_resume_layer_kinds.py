@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
+from sarathi_pp.checkpoint.facts.layer_cache import state_bytes
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
 from sarathi_pp.model.kv import page_bytes
-from sarathi_pp.model.layer_cache import state_bytes
 from tests.commands.processes import Files
 from tests.faults.jobs import Answers, answers, num_lines, started
 from tests.model.families import write_checkpoint

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from tests.gpu.comparison import BF16, DEVICE, F16, F32, NAMES, Pairs, compare, normal
 
 # For each sequence of a microbatch: (number of its earlier tokens, number of its tokens in the microbatch).

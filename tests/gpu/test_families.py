@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import StateCache
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.model.attention import Needs, choose_backend
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.model.loader import load_stage
 from tests.gpu.comparison import DEVICE, F32, Pairs, compare, sized
 from tests.model.families import VOCAB_SIZE, is_too_old, with_layers, write_checkpoint

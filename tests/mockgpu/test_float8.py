@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.quantised import answers, write_published
 from tests.commands.processes import COMMAND, Files
 from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
-from tests.model.checkpoint.quantised import answers, write_published
 
 PROMPTS = [(3, 9, 4, 8, 5), (7, 6)]
 FEW = ("--chunk-size", "7", "--max-num-seqs", "2", "--max-new-tokens", "3", "--ignore-eos")

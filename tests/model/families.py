@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
 
 NUM_LAYERS = 5
 VOCAB_SIZE = 128

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.loader import _has_experts
 from tests.model.families import BRIEF, FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture, build_model
 

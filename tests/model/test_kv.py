@@ -6,9 +6,9 @@ import psutil
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import PagedCache, StateCache, plain_caches, state_bytes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard, page_bytes
-from sarathi_pp.model.layer_cache import PagedCache, StateCache, plain_caches, state_bytes
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.support import check_model
+from sarathi_pp.checkpoint.stored_tensor import BLOCK_BYTES
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.stored_tensor import BLOCK_BYTES
-from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
 from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.stage_model import StageModel
-from tests.model.checkpoint.quantised import write_published
+from sarathi_pp.model.weights import HeldTypes
+from tests.checkpoint.quantised import write_published
 from tests.model.families import NUM_LAYERS, thinned, write_checkpoint
 from tests.model.test_stage_model import CPU, PAGE_SIZE, TWO_STAGES, load, one_thread, peaks_of_loading, run_schedule
 

@@ -16,16 +16,16 @@ import transformers
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.layer_cache import StateCache, plain_caches
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
+from sarathi_pp.checkpoint.stored_tensor import BLOCK_BYTES
 from sarathi_pp.errors import ConfigError, InputError, MissingError, UnsupportedModelError
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.spec import AttentionSpecs
-from sarathi_pp.model.checkpoint.stored_tensor import BLOCK_BYTES
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm, has_onednn
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import StateCache, plain_caches
 from sarathi_pp.model.loader import layer_windows, load_lm_head, load_stage
 from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.stage_model import LMHead, StageModel

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sarathi_pp.checkpoint import stored_tensor
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.support import check_model, check_shards
+from sarathi_pp.checkpoint.files import SINGLE_FILE, open_checkpoint
+from sarathi_pp.checkpoint.stored_tensor import StoredTensor
+from sarathi_pp.checkpoint.tensor_file import Cut, ReadCount
 from sarathi_pp.errors import ConfigError, UnsupportedModelError
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint import stored_tensor
-from sarathi_pp.model.checkpoint.files import SINGLE_FILE, open_checkpoint
-from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
-from sarathi_pp.model.checkpoint.support import check_model, check_shards
-from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, has_gemm
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -384,7 +384,7 @@ def test_facts_of_a_shard(saved: Saved) -> None:
 
 def test_checking_loads_no_torch(saved: Saved) -> None:
     program = (
-        "import sys; from pathlib import Path; from sarathi_pp.model.checkpoint.support import check_shards\n"
+        "import sys; from pathlib import Path; from sarathi_pp.checkpoint.facts.support import check_shards\n"
         "check_shards(Path(sys.argv[1]), 2); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, str(saved("llama")[0])], check=True, timeout=patient(60))
@@ -400,7 +400,7 @@ from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage
-from sarathi_pp.model.checkpoint.support import check_model
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.model.tensor_parallel import TensorShard
 
 torch.set_num_threads(1)

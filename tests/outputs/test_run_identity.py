@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.inputs.generation_config import read_generation_config
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.dtypes import choose_dtypes
 from sarathi_pp.outputs.run_identity import differences, grown_input, identity_of, input_digest
 

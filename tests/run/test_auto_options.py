@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError, MissingError, PartitionError
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.run.auto_options import estimated_cost, profile_mismatch, tuned
 from tests.core.cost.test_profile import PROFILE

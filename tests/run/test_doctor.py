@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES
+from sarathi_pp.checkpoint.facts.layer_cache import StateCache
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.cli.main import main
 from sarathi_pp.model.attention import BACKENDS, choose_backend
-from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.families import FAMILIES
-from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.run import doctor
+from tests.checkpoint.quantised import write_published
 from tests.commands.processes import ROOT
-from tests.model.checkpoint.quantised import write_published
 from tests.model.families import write_checkpoint
 
 ADDER = ROOT / "examples" / "tiny-adder"

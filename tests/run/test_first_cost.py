@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.model import CostModel
 from sarathi_pp.core.cost.profile import Profile
@@ -15,7 +16,6 @@ from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.engine.progress import IgnoreReports
 from sarathi_pp.inputs.generation_config import GenerationDefaults
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.watchdog import Watchdog

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import StateCache
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.cli.main import main
 from sarathi_pp.config import ATTENTIONS, RunConfig
 from sarathi_pp.core.cost.model import LayerCost
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model.attention import BACKENDS
-from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run import preflight
 from sarathi_pp.run.preflight import BatchOptions

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.cli.main import main
 from sarathi_pp.errors import CapacityError, InputError, PartitionError
 from sarathi_pp.model import loader
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import Span, StageInputs, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.process.activity import Activity

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.cli.main import main
 from sarathi_pp.errors import InputError, MissingError
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.process.host import MemoryPool
 from sarathi_pp.stages import check, check_memory, check_prompts

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import StateCache, state_bytes
 from sarathi_pp.core.cost.model import CostModel, LayerCost, Load, StageCost
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch
-from sarathi_pp.model.layer_cache import StateCache, state_bytes
 from sarathi_pp.stages.emulated_stage import EmulatedStage, emulated_facts
 from tests.core.cost.test_profile import PROFILE
 

@@ -175,7 +175,8 @@ def test_a_tie_hides_no_fault(layer: int, tmp_path: Path, compared: Callable[...
         layer.mlp.gate.weight.mul_(1.002)
 
     def double_expert(layer: Any) -> None:
-        layer.mlp.experts.down_proj[3].mul_(2)
+        down, count = layer.mlp.experts.down, layer.mlp.experts.num_experts
+        down.tensors()[0].chunk(count)[3].view(down.held_type).mul_(2)
 
     for spoil in (change_router, double_expert):
         found = compared(planted, spoil, layer)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.stages.capacity import resolve
 from sarathi_pp.stages.model_stage import ModelStages

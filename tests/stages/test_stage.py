@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import PagedCache, StateCache, plain_caches
 from sarathi_pp.core.plan import Chunk, MicroBatch
 from sarathi_pp.errors import ProtocolError
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import PagedCache, StateCache, plain_caches
 from sarathi_pp.stages.model_stage import ModelStage
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import PagedCache, StateCache, state_bytes
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import CapacityError, ConfigError
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
-from sarathi_pp.model.layer_cache import PagedCache, StateCache, state_bytes
 from sarathi_pp.stages import capacity
 from sarathi_pp.stages.capacity import (
     count_pages,

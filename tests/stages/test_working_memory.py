@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sarathi_pp.checkpoint.facts.mlp import MLPShape
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.drawing.scoring import SLICE_ROWS
-from sarathi_pp.model.checkpoint.mlp import MLPShape
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.graphs import graph_shapes
 from sarathi_pp.stages.working_memory import (
     LargestMicrobatch,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.process.host import MemoryPool
 from sarathi_pp.sim.workload import parse_workload
 from sarathi_pp.stages import capacity

@@ -20,13 +20,13 @@ from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import saturation
 from sarathi_pp.errors import ConfigError, MissingError, PartitionError
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.loader import stage_bytes
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.sim.workload import Workload, parse_workload
 from sarathi_pp.tuning.hardware import CONTEXT_BYTES, Hardware
 from sarathi_pp.tuning.plan import make_plan
 from sarathi_pp.tuning.prediction import Prediction, predict
-from tests.model.checkpoint.quantised import FORMS, publish, write_published
+from tests.checkpoint.quantised import FORMS, publish, write_published
 from tests.model.families import FAMILIES, write_checkpoint
 
 ADDER = str(Path(__file__).parents[2] / "examples" / "tiny-adder")  # 5 layers, hidden size 64, 1152 positions

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
@@ -17,7 +18,6 @@ from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.stage_model import StageModel
 

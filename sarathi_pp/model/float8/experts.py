@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sarathi_pp.model.checkpoint.quantised.float8 import Float8Codes
+from sarathi_pp.checkpoint.quantised.float8 import Float8Codes
 
 
 class Float8Experts(nn.Module):

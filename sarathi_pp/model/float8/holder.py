@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sarathi_pp.model.checkpoint.quantised.float8 import Float8Codes, Float8Tensor
-from sarathi_pp.model.checkpoint.stored_tensor import Weight
+from sarathi_pp.checkpoint.quantised.float8 import Float8Codes, Float8Tensor
+from sarathi_pp.checkpoint.stored_tensor import Weight
 from sarathi_pp.model.float8.experts import Float8Experts
 from sarathi_pp.model.float8.linear import Float8Linear
 from sarathi_pp.model.fuse.rewrite import reads_weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sarathi_pp.model.checkpoint.quantised.float8 import Float8Codes
+from sarathi_pp.checkpoint.quantised.float8 import Float8Codes
 
 
 class Float8Linear(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.mlp import MLPShape
-from sarathi_pp.model.checkpoint.support import ModelFacts
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.facts.mlp import MLPShape
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 
 _DENSE_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
 # Number of shared experts, each as wide as a routed one.

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.facts.mlp import MLPShape, read_mlp
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.layer_shape import LayerShape
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.mlp import MLPShape, read_mlp
-from sarathi_pp.model.checkpoint.support import ModelFacts
 from sarathi_pp.model.shapes.feed_forward import FeedForward, feed_forwards
 from sarathi_pp.model.shapes.mixer import mixer_kinds, mixer_shape
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.facts.families import FAMILIES
+from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, PagedCache
+from sarathi_pp.checkpoint.facts.support import ModelFacts
 from sarathi_pp.layer_shape import STATE_KINDS, LayerShape
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.support import ModelFacts
-from sarathi_pp.model.families import FAMILIES
-from sarathi_pp.model.layer_cache import LayerCache, PagedCache
 
 ATTENTION, LATENT = "attention", "latent attention"
 DELTA_NET, MAMBA, CONV = STATE_KINDS

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, StateCache
 from sarathi_pp.model.dtypes import has_float_products
-from sarathi_pp.model.layer_cache import LayerCache, StateCache
 from sarathi_pp.model.state.backend import StateBackend
 from sarathi_pp.model.state.torch_backend import TorchState
 

@@ -14,10 +14,10 @@ import torch
 import transformers
 from torch import nn
 
+from sarathi_pp.checkpoint.facts.state_caches import STATE_LAYERS
 from sarathi_pp.errors import UnsupportedModelError
 from sarathi_pp.model.fuse.rewrite import runs
 from sarathi_pp.model.missing_layer import MissingLayer
-from sarathi_pp.model.state.caches import STATE_LAYERS
 from sarathi_pp.model.state.choice import Backends
 from sarathi_pp.model.state.gated_delta_net import GatedDeltaNet
 from sarathi_pp.model.state.mamba import Mamba

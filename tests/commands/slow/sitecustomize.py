@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-_MODULE = "sarathi_pp.model.checkpoint.stored_tensor"
+_MODULE = "sarathi_pp.checkpoint.stored_tensor"
 
 
 class _Loader(importlib.abc.Loader):

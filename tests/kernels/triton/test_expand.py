@@ -10,14 +10,14 @@ import torch
 from sarathi_pp_kernels.triton.expand import expand, reference_expand
 from torch import Tensor
 
-from sarathi_pp.model.checkpoint.config_file import ConfigFile
-from sarathi_pp.model.checkpoint.entries import stays_float8, weight_entries
-from sarathi_pp.model.checkpoint.files import TensorEntry, open_checkpoint
-from sarathi_pp.model.checkpoint.quantised.float8 import Float8Tensor
-from sarathi_pp.model.checkpoint.quantised.tensor import QuantisedTensor
-from sarathi_pp.model.checkpoint.tensor_file import Cut, ReadCount
+from sarathi_pp.checkpoint.entries import stays_float8, weight_entries
+from sarathi_pp.checkpoint.facts.config_file import ConfigFile
+from sarathi_pp.checkpoint.files import TensorEntry, open_checkpoint
+from sarathi_pp.checkpoint.quantised.float8 import Float8Tensor
+from sarathi_pp.checkpoint.quantised.tensor import QuantisedTensor
+from sarathi_pp.checkpoint.tensor_file import Cut, ReadCount
+from tests.checkpoint.quantised import write_published
 from tests.kernels.triton.bounds import checked_addresses
-from tests.model.checkpoint.quantised import write_published
 
 # numpy warns of NaN and infinity in the interpreter. Some codes mean these.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

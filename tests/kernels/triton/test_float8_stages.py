@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.support import check_model
+from sarathi_pp.checkpoint.files import open_checkpoint
 from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention.sdpa import SdpaAttention
-from sarathi_pp.model.checkpoint.files import open_checkpoint
-from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.float8.experts import Float8Experts
 from sarathi_pp.model.float8.linear import Float8Linear
 from sarathi_pp.model.fuse import cuda_modules
@@ -32,8 +31,9 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage, stage_bytes, stage_sizes, stage_stored_bytes
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import TensorShard
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.model_stage import ModelStages
-from tests.model.checkpoint.quantised import FORMS, publish, write_published
+from tests.checkpoint.quantised import FORMS, publish, write_published
 from tests.model.families import NUM_LAYERS, write_checkpoint
 
 CPU = torch.device("cpu")

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.attention.triton import TritonAttention
-from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse import cuda_modules
 from sarathi_pp.model.fuse.cpu_modules import Block
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed, TensorShard

@@ -21,12 +21,12 @@ from sarathi_pp_kernels.triton.attention_work import Blocks, CapturableWork, Ext
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.graphs import Shape, StageGraphs, graph_shapes, graph_sizes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_stage
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.stages.model_stage import ModelStage

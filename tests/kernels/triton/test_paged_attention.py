@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.attention.triton import TritonAttention
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from tests.kernels.triton.bounds import checked_addresses
 from tests.kernels.triton.compiler import run_compiler
 from tests.thinning import examples

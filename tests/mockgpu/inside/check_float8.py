@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.model.attention.triton import TritonAttention
-from sarathi_pp.model.checkpoint.support import check_model
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage, stage_bytes
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.model_stage import ModelStage
+from tests.checkpoint.quantised import write_published
 from tests.mockgpu.machine import TIMELINE
-from tests.model.checkpoint.quantised import write_published
 from tests.model.families import NUM_LAYERS
 
 GPU = torch.device("cuda", 0)

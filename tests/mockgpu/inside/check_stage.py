@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
+from sarathi_pp.checkpoint.stored_tensor import StoredTensor
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, Scored
 from sarathi_pp.drawing.scoring import SLICE_ROWS, score
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
-from sarathi_pp.model.checkpoint.stored_tensor import StoredTensor
-from sarathi_pp.model.checkpoint.weights import HeldTypes
 from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back
+from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.model_stage import ModelStage
 from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE

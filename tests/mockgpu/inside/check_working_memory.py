@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.core.policy import POLICIES
 from sarathi_pp.drawing.draw import Edits
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model.checkpoint.support import check_model
 from sarathi_pp.model.inputs import StageInputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage

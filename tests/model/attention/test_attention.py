@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.masking_utils import sliding_window_causal_mask_function
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention import choose_backend, sdpa
 from sarathi_pp.model.attention.numba import NumbaAttention, key_bounds
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from tests import thinning
 from tests.machine import patient
 from tests.model.microbatches import CPU, Case, spec_for, visible

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention.flash import FlashAttention, VarlenAttention, token_major
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from tests.model.attention.flash_rule import PAGE, attend, attend_rows, check_pool
 from tests.model.microbatches import CPU, Case, spec_for
 

@@ -11,13 +11,13 @@ import torch
 from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.layer_cache import PagedCache
 from sarathi_pp.model.attention import BACKENDS, AttentionBackend, Needs, choose_backend
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.attention.latent import LatentCache, LatentProducts, absorb_latents
 from sarathi_pp.model.attention.spec import AttentionSpec, AttentionSpecs
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import PagedCache
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE = 9, 16

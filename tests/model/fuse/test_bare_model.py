@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.bare_model import BareModel, bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rotary_cache import RotaryCache
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import StageModel
 from tests import thinning

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.compiled_layers import CompiledLayers, choose_team, compile_layers
 from sarathi_pp.model.fuse.cpu_modules import Block
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
@@ -24,7 +25,6 @@ from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.tensor_parallel import Summed

@@ -14,10 +14,11 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.attention.adapter import PAGED, PagedCall
 from sarathi_pp.model.attention.spec import AttentionSpecs
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse import packed_linear
 from sarathi_pp.model.fuse import rewrite as fuse_module
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
@@ -26,7 +27,6 @@ from sarathi_pp.model.fuse.packed_linear import OneDnnLinear, PackedLinear, has_
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import plain_caches
 from sarathi_pp.model.loader import layer_windows
 from sarathi_pp.model.stage_model import StageModel
 from tests.model.families import FAMILIES, NUM_LAYERS, architecture, build_model, latent_families, thinned

@@ -12,10 +12,10 @@ import torch
 import transformers as t
 from transformers import PretrainedConfig
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.support import describe_config
 from sarathi_pp.errors import InputError
 from sarathi_pp.layer_shape import LayerShape, count_kinds
-from sarathi_pp.model.checkpoint.support import describe_config
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.shapes.layers import read_layer_shapes
 from tests.model.families import FAMILIES
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
+from sarathi_pp.checkpoint.facts.layer_cache import PagedCache, StateCache
 from sarathi_pp.model.dtypes import has_float_products
 from sarathi_pp.model.inputs import StageInputs
-from sarathi_pp.model.layer_cache import PagedCache, StateCache
 from sarathi_pp.model.state.backend import DeltaRule, SelectiveScan
 from sarathi_pp.model.state.choice import Backends, state_backend, state_widths, why_not_numba
 from sarathi_pp.model.state.numba_backend import NumbaState

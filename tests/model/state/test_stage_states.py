@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from sarathi_pp.checkpoint.facts.layer_cache import StateCache
+from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
 from sarathi_pp.errors import UnsupportedModelError
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.checkpoint.support import ModelFacts, check_model
 from sarathi_pp.model.dtypes import has_float_products
-from sarathi_pp.model.families import FAMILIES as SUPPORTED
 from sarathi_pp.model.fuse.packed_linear import has_gemm
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
-from sarathi_pp.model.layer_cache import StateCache
 from sarathi_pp.model.loader import load_stage
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.state import choice, rewrite

@@ -15,6 +15,7 @@ from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.checkpoint.stored_tensor import BLOCK_BYTES
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.fuse.float_linear import has_float_gemm
+from sarathi_pp.model.fuse.packed_experts import PackedExperts
 from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.stage_model import StageModel
 from sarathi_pp.model.weights import HeldTypes
@@ -110,6 +111,8 @@ def test_one_wide_router_does_not_widen_the_experts(tmp_path: Path) -> None:
         wide = {name for name, one in stage.module.named_parameters() if one.dim() > 1 and one.dtype == torch.float32}
         assert wide and all(name.endswith("mlp.gate.weight") for name in wide)
         assert 0.9 < held_bytes(stage) / stage.num_bytes < 1.1
+        for experts in (one for one in stage.module.modules() if isinstance(one, PackedExperts)):
+            assert experts.up.held_type == experts.down.held_type == torch.bfloat16
 
 
 def test_a_computation_in_bfloat16_has_no_wide_embedding(tmp_path: Path) -> None:

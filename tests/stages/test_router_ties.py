@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sarathi_pp.model.fuse.packed_experts import PackedExperts
 from sarathi_pp.process.activity import Activity
 from sarathi_pp.stages import check, router_ties
 from sarathi_pp.stages.check import ModelCheck, check_stages
@@ -175,8 +176,12 @@ def test_a_tie_hides_no_fault(layer: int, tmp_path: Path, compared: Callable[...
         layer.mlp.gate.weight.mul_(1.002)
 
     def double_expert(layer: Any) -> None:
-        down, count = layer.mlp.experts.down, layer.mlp.experts.num_experts
-        down.tensors()[0].chunk(count)[3].view(down.held_type).mul_(2)
+        experts = layer.mlp.experts
+        if isinstance(experts, PackedExperts):
+            packed = experts.down.tensors()[0].chunk(experts.num_experts)[3]
+            packed.view(experts.down.held_type).mul_(2)
+        else:
+            experts.down_proj[3].mul_(2)
 
     for spoil in (change_router, double_expert):
         found = compared(planted, spoil, layer)

@@ -7,14 +7,39 @@ so the program between two microbatches is slower.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import mmap
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _LARGE = 2 << 20
+
+
+def release(tensor: Tensor) -> None:
+    """Give the memory of a tensor back to Linux. Its values are lost, and nothing may read it any more.
+
+    The rest of its storage stays. Memory that the tensor shares a page of 4 KiB with stays too.
+
+    Args:
+        tensor: on CPU, without gaps between its values.
+    """
+    page, libc = mmap.PAGESIZE, _libc()
+    begin = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.numel() * tensor.itemsize) // page * page
+    if end > begin and libc is not None:
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+@functools.cache
+def _libc() -> Any:
+    """Return the C library of this process; None if it has no madvise."""
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(mmap, "MADV_DONTNEED") and hasattr(libc, "madvise") else None
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
+from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages, release
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 from torch.nn import functional
@@ -69,11 +69,18 @@ class FloatLinear(nn.Module):
     of NARROW keep it, and are widened in registers. A row's result depends on nothing but the row. The outputs are
     divided among torch's number of threads.
 
+    Args:
+        linears: the layers to pack.
+        frees: give back the memory of each weight when it is packed. Nothing may read it any more.
+
     Attributes:
         held_type: type of the weights in memory.
+        num_parts: number of equal parts of the outputs. Each part is computed in a call of its own.
     """
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    num_parts = 1
+
+    def __init__(self, *linears: nn.Linear, frees: bool = False) -> None:
         super().__init__()
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
@@ -85,7 +92,7 @@ class FloatLinear(nn.Module):
         lines = self.in_features // _inputs_per_line(held)
         # Neither weight nor bias is a buffer, because a packed weight can be neither moved nor saved.
         self._weight = empty_in_large_pages((self._width // PANEL, lines, PANEL), torch.int32)
-        pack(weights, self._weight, held)
+        pack(weights, self._weight, held, frees=frees)
         self._bias = torch.zeros(self._width)
         biases = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
         self._bias[: self.out_features] = torch.cat(biases)
@@ -179,12 +186,13 @@ def _padded(outputs: int) -> int:
     return -(-outputs // PANEL) * PANEL
 
 
-def pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
+def pack(weights: list[Tensor], packed: Tensor, held: torch.dtype, *, frees: bool = False) -> None:
     """Write weights (N, K), one below the other, in the order that gemm.py reads.
 
     Args:
         packed: (panels, lines, 16) int32.
         held: type of the numbers in the lines.
+        frees: give back the memory of each weight when it is packed.
     """
     if any(len(weight) % PANEL for weight in weights[:-1]):
         weights = [torch.cat(weights)]
@@ -198,6 +206,8 @@ def pack(weights: list[Tensor], packed: Tensor, held: torch.dtype) -> None:
             padded = functional.pad(words[whole * PANEL :], (0, 0, 0, -len(words) % PANEL))
             _write_panels(padded, packed[first : first + 1])
             first += 1
+        if frees:
+            release(weight)
 
 
 def _write_panels(words: Tensor, packed: Tensor) -> None:

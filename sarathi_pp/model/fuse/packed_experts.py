@@ -4,8 +4,9 @@
     for each expert that was chosen: gate and up in one product  ->  activation  ->  down  ->  times the router's weight
     the results of a row's experts are added up, in the order of the experts
 
-This is the computation of transformers' own loop over experts, with its rounding. But a plain product repacks the
-weight of an expert in every call. With the few rows that an expert gets, that takes most of the time.
+This is the computation of transformers' own loop over experts, which rounds at the same points. (It adds a bias after
+the product was rounded, and our product adds it before.) But a plain product repacks the weight of an expert in every
+call. With the few rows that an expert gets, that takes most of the time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from sarathi_pp_kernels.cpu.threads import run_parallel, split_range
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import SiLUActivation
 
 from sarathi_pp.model.fuse.cpu_modules import row_ops
@@ -32,7 +34,7 @@ class PackedExperts(nn.Module):
     """All experts of a layer, called as transformers calls its module of experts.
 
     Args:
-        experts: transformers' module, one that `fits` accepts. It gives up its weights.
+        experts: transformers' module, one that `can_pack_experts` accepts. It gives up its weights.
         compute: float type of the computation.
     """
 
@@ -41,9 +43,10 @@ class PackedExperts(nn.Module):
         self.num_experts = experts.num_experts
         self.up = _pack(experts, _GATE_UP if experts.has_gate else _UP, compute)
         self.down = _pack(experts, _DOWN, compute)
-        self._rules = experts  # its activation, without its weights
+        self._activation = experts  # without its weights
         act = getattr(experts, "act_fn", None)
-        plain = experts.has_gate and experts.is_concatenated and type(act) in (nn.SiLU, SiLUActivation)
+        silu = type(act) in (nn.SiLU, SiLUActivation) or act is functional.silu
+        plain = silu and experts.has_gate and experts.is_concatenated
         fused = plain and type(experts)._apply_gate.__module__ == "transformers.integrations.moe"
         self._silu_multiply = row_ops(compute).silu_multiply if fused and self._width % PANEL == 0 else None
 
@@ -81,7 +84,8 @@ class PackedExperts(nn.Module):
 
     def _activate(self, both: Tensor) -> Tensor:
         if self._silu_multiply is None:
-            gated: Tensor = self._rules._apply_gate(both) if self._rules.has_gate else self._rules.act_fn(both)
+            own = self._activation
+            gated: Tensor = own._apply_gate(both) if own.has_gate else own.act_fn(both)
             return gated
         gated = both.new_empty(len(both), self._width)
         run_parallel([partial(self._gate, both, gated, rows) for rows in split_range(len(both), _ROWS_A_THREAD)])
@@ -92,7 +96,7 @@ class PackedExperts(nn.Module):
         self._silu_multiply(both.data_ptr(), gated.data_ptr(), rows.start, rows.stop, self._width)
 
 
-def fits(experts: Any, compute: torch.dtype) -> bool:
+def can_pack_experts(experts: Any, compute: torch.dtype) -> bool:
     """Return whether PackedExperts computes what this module does: it follows the rules of transformers' experts.
 
     transformers' modules of experts have attributes that describe them. Other implementations rely on them too
@@ -115,7 +119,8 @@ def _pack(experts: Any, name: str, compute: torch.dtype) -> PackedLinear | Float
     linears = _linears(experts, name)
     packed = packed_class(linears[0], compute)
     assert packed is PackedLinear or packed is FloatLinear, f"{linears[0].weight.dtype}: {packed}"
-    layer = packed(*linears)
+    layer = packed(*linears, frees=True)  # otherwise the weights of all experts would be in memory twice
+    layer.num_parts = len(linears)
     delattr(experts, name)
     if experts.has_bias:
         delattr(experts, f"{name}_bias")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages
+from sarathi_pp_kernels.cpu.huge_pages import empty_in_large_pages, release
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
 from torch import Tensor, nn
 from torch.nn import functional
@@ -91,8 +91,9 @@ def warm_linears(module: nn.Module, most_rows: int, now: Callable[[], float]) ->
         for linear in shapes.values():
             linear(torch.zeros(rows, linear.in_features, dtype=torch.bfloat16))
     packed = [child for child in module.modules() if isinstance(child, PackedLinear)]
-    if packed:
-        most_high_rows = _most_high_rows(packed, now)
+    whole = [child for child in packed if child.num_parts == 1]
+    if whole:
+        most_high_rows = _most_high_rows(whole, now)
         for child in packed:
             child.most_high_rows = most_high_rows
 
@@ -144,16 +145,22 @@ class PackedLinear(nn.Module):
     next to each other. A row's result depends on nothing but the row. The outputs are divided among torch's number of
     threads.
 
+    Args:
+        linears: the layers to pack.
+        frees: give back the memory of each weight when it is packed. Nothing may read it any more.
+
     Attributes:
         held_type: type of the weights in memory.
+        num_parts: number of equal parts of the outputs. Each part is computed in a call of its own.
         most_high_rows: with up to this many rows, use gemm.py's high tiles; with more, its wide tiles. `warm_linears`
             measures the best number for this machine.
     """
 
     most_high_rows = 28
+    num_parts = 1
     held_type = torch.bfloat16
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear, frees: bool = False) -> None:
         super().__init__()
         from sarathi_pp_kernels.cpu import gemm  # numba is optional
 
@@ -165,6 +172,8 @@ class PackedLinear(nn.Module):
         parts = torch.split(self._weight, [linear.out_features // 16 for linear in linears])
         for linear, part in zip(linears, parts, strict=True):
             part.copy_(pack_weight(linear.weight.detach()))
+            if frees:
+                release(linear.weight)
         self._bias = torch.cat(
             [
                 torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()

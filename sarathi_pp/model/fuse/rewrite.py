@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from sarathi_pp.model.fuse import cuda_modules
 from sarathi_pp.model.fuse.cpu_modules import Block, GatedMLP, RotaryAttention, RowNorm
 from sarathi_pp.model.fuse.float_linear import FloatLinear, has_float_gemm
-from sarathi_pp.model.fuse.packed_experts import PackedExperts, fits
+from sarathi_pp.model.fuse.packed_experts import PackedExperts, can_pack_experts
 from sarathi_pp.model.fuse.packed_linear import fits_gemm, has_gemm, packed_class
 from sarathi_pp.model.triton_available import has_kernels
 
@@ -57,8 +57,8 @@ def fuse(module: nn.Module, compute: torch.dtype | None = None, *, by_kernels: b
     """Replace all modules that can be replaced, and return how many there were.
 
     The model then needs the keyword argument `paged`, a PagedCall. Only one weight at a time is in memory twice. Gate
-    and up count as one weight, and so do query, key and value, and one projection of all experts of a layer. Weights
-    that two modules share stay as they are, since packing would copy them. No module that is fused shares any.
+    and up count as one weight, and so do query, key and value. Weights that two modules share stay as they are, since
+    packing would copy them. No module that is fused shares any.
     pack_tied_heads (packed_embedding.py) packs the LM heads that share their weight with an embedding.
 
     Args:
@@ -138,7 +138,7 @@ def _layer(child: Any) -> Rewrite | None:
 
 
 def _experts(compute: torch.dtype, child: Any) -> Rewrite | None:
-    return partial(PackedExperts, compute=compute) if fits(child, compute) else None
+    return partial(PackedExperts, compute=compute) if can_pack_experts(child, compute) else None
 
 
 def _packing(module: nn.Module, compute: torch.dtype) -> Callable[[nn.Module], Rewrite | None]:

@@ -5,7 +5,8 @@
 Each half of the layers computes the prompt, in this process. Linux knows which pages of memory are in use.
 
 counted    bytes of the KV pages that the prompt needs, and of its states
-resident   bytes in use of the tensors that hold all KV pages, which are reserved as a whole; and one slot of the states
+resident   bytes in use of the tensors that hold all KV pages, which are reserved as a whole. A state counts with the
+           size of its slot in the tensors that hold the states.
 grown      bytes by which the process grew while it computed the second half of the prompt, without the KV pages
 """
 
@@ -39,9 +40,10 @@ DTYPE = torch.bfloat16
 
 
 def resident_bytes(tensor: Tensor) -> int:
-    """Return how many bytes of a tensor are in memory. The tensor may be a part of another one."""
+    """Return how many bytes of a tensor's storage are in memory."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.untyped_storage().nbytes()
+    storage = tensor.untyped_storage()
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first = begin // page * page
     count = -(-(end - first) // page)
     seen = (ctypes.c_ubyte * count)()
@@ -67,7 +69,12 @@ def measure(directory: Path, layers: tuple[int, int], prompt: int, chunk: int) -
     facts = check_model(directory)
     caches = facts.caches[slice(*layers)]
     model = load_stage(directory, layers, facts.num_layers, DTYPE, CPU, choose_backend("auto", CPU, PAGE_SIZE))
-    num_pages = (KV_CACHE - SLOTS * state_bytes(caches, DTYPE.itemsize)) // page_bytes(caches, PAGE_SIZE, DTYPE)
+    each = page_bytes(caches, PAGE_SIZE, DTYPE)
+    if each == 0:
+        raise click.ClickException(
+            f"layers {layers} of {directory} have no KV pages; choose a model with attention there"
+        )
+    num_pages = (KV_CACHE - SLOTS * state_bytes(caches, DTYPE.itemsize)) // each
     kv = KVShard(layers, num_pages, PAGE_SIZE, facts.caches, DTYPE, CPU, num_slots=SLOTS)
     pages = -(-prompt // PAGE_SIZE)
     table = PagePool(num_pages, PAGE_SIZE).take(pages)
@@ -77,7 +84,7 @@ def measure(directory: Path, layers: tuple[int, int], prompt: int, chunk: int) -
     for start in range(0, prompt, chunk):
         count = min(chunk, prompt - start)
         inputs = build_inputs([Span(start, count, table, prompt=True, slot=SLOTS - 1)], (), PAGE_SIZE, CPU)
-        x = torch.arange(start, start + count) % 30000 + 3
+        x = torch.arange(start, start + count) % facts.vocab_size
         if not model.embed:
             x = torch.randn(count, facts.hidden_size, generator=generator).to(DTYPE)
         model.forward(x, inputs, kv)

@@ -46,7 +46,7 @@ def draft_layers(values: Mapping[str, object]) -> range:
     num_drafts = [value for key in _DRAFTS if isinstance(value := values.get(key), int)]
     if not isinstance(num_layers, int) or not num_drafts:
         return range(0)
-    return range(num_layers, num_layers + num_drafts[0])
+    return range(num_layers, num_layers + max(num_drafts))
 
 
 def surplus_kind(key: str, entry: TensorEntry, drafts: range = range(0)) -> str | None:

@@ -399,8 +399,9 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
         raise MissingError(f"{where}: the checkpoint lacks {_some(loaded['missing_keys'])}; download the model again")
     if loaded["mismatched_keys"]:
         name, stored, asked = min(loaded["mismatched_keys"])
-        absent = absent_sizes(directory)
-        defaults = f". It has no {', '.join(absent)}, so the sizes there are defaults" if absent else ""
+        # Those of experts and MLPs depend on other sizes.
+        absent = [] if ".mlp." in name or ".feed_forward." in name else absent_sizes(directory)
+        defaults = f". config.json has no {', '.join(absent)}, so defaults count" if absent else ""
         raise InputError(
             f"{where}: tensor {name} has the shape {list(stored)}, and config.json asks for {list(asked)}; config.json "
             f"and weights are of different models{defaults}"

@@ -248,7 +248,8 @@ def _states(facts: ModelFacts, device: torch.device) -> Iterator[Finding]:
 
     yield _asked("model", "states", room)
     reason = why_not_numba(dtype, device, state_widths(facts.caches))
-    detail = "numba: any cut of a prompt gives the same bits" if reason is None else f"torch. numba's: {reason}"
+    same = "numba: any cut of a prompt gives the same bits"
+    detail = same if reason is None else f"torch, because numba's kernels are not used: {reason}"
     yield Finding("model", "state backend", "used", detail)
 
 

@@ -332,7 +332,7 @@ class Rank:
             state_bytes_per_sequence: bytes of a sequence's states in all layers; 0 if stages are emulated, and
                 left out if no layer keeps one.
             state_pages_per_sequence: KV pages that take as much memory as these, on the stage where they are most;
-                None if no layer has pages, and left out if no layer keeps a state.
+                None if a stage has states and no pages, and left out if no layer keeps a state.
         """
         checked, dtype, held = self.checked, self._loaded.dtype, None
         if checked.profile is None:

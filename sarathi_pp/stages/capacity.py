@@ -186,15 +186,15 @@ def stage_state_bytes(facts: ModelFacts, layers: tuple[int, int], num_seqs: int,
 def state_pages(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> float | None:
     """Return the KV pages that take as much memory as one sequence's states, on the stage where they are most.
 
-    A stage without KV pages counts as if it had the smallest pages of a stage. None if no stage has pages.
+    None if a stage has states and no KV pages, since pages say nothing about the memory that is left there.
     """
     stages = [facts.caches[slice(*layers)] for layers in run.layers]
     pages = [page_bytes(caches, run.page_size, dtype) for caches in stages]
-    smallest = min((size for size in pages if size), default=None)
-    if smallest is None:
-        return None
     states = [state_bytes(caches, dtype.itemsize) for caches in stages]
-    return max(each / (size or smallest) for each, size in zip(states, pages, strict=True))
+    of_pages = [(each, size) for each, size in zip(states, pages, strict=True) if each or size]
+    if not all(size for _, size in of_pages):
+        return None
+    return max(each / size for each, size in of_pages)
 
 
 def kv_cache_bytes(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> int:

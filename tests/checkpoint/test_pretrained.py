@@ -151,5 +151,5 @@ def test_a_missing_size_is_named_if_weights_do_not_have_its_default(family: str,
     write_checkpoint(family, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in config if name != key}))
-    with pytest.raises(InputError, match=rf"of different models. It has no {key}, so the sizes there are defaults"):
+    with pytest.raises(InputError, match=rf"of different models. config.json has no {key}, so defaults count"):
         load_stage(tmp_path, (0, 1), NUM_LAYERS, torch.float32, CPU, choose_backend("sdpa", CPU, 16))

@@ -202,7 +202,10 @@ def test_a_model_that_keeps_states_says_that_it_has_no_prefix_cache(ask: Ask, mo
         "pages"
     )
     backend = finding(document, "model", "state backend")
-    assert (backend["state"], backend["detail"]) == ("used", "torch. numba's: 2 channels are no multiple of 16")
+    assert (backend["state"], backend["detail"]) == (
+        "used",
+        "torch, because numba's kernels are not used: 2 channels are no multiple of 16",
+    )
     monkeypatch.setattr(doctor, "kv_budget_bytes", lambda *_: 1 << 30)
     code, document, said = ask("--model", ADDER)
     refused = finding(document, "model", "states")

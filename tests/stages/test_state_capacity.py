@@ -84,8 +84,9 @@ def test_the_shard_of_a_stage_has_a_slot_for_each_sequence(facts: ModelFacts, mo
     sizes = [shard_bytes(run, facts, layers, DTYPE) for layers in LAYERS]
     assert sizes == [10 * 2 * STATE_BYTES + 7 * 2 * PAGE_BYTES, 10 * STATE_BYTES]
     assert kv_cache_bytes(run, facts, DTYPE) == sizes[0]
-    assert state_pages(run, facts, DTYPE) == STATE_BYTES / PAGE_BYTES  # the last stage has one state, and no pages
-    assert state_pages(run, replace(facts, own_caches=(STATE,) * 5), DTYPE) is None
+    assert state_pages(run, facts, DTYPE) is None  # the last stage has a state, and no pages
+    paged = (*facts.own_caches[:4], facts.own_caches[1])
+    assert state_pages(run, replace(facts, own_caches=paged), DTYPE) == STATE_BYTES / PAGE_BYTES
     assert state_pages(run, replace(facts, own_caches=()), DTYPE) == 0
     first, last = (make_shard(run, facts, layers, DTYPE, CPU) for layers in LAYERS)
     assert (first.num_slots, last.num_slots) == (10, 10)

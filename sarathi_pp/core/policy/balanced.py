@@ -9,9 +9,9 @@ tokens per output token):
               tokens, and a microbatch has n = b * (1 + P:D) tokens. That is SARATHI's P:D = C / (B - 1) (arXiv
               2308.16369, section 5.1.3), solved for the size. b is the number of requests that can run at once, less
               the one whose prompt is computed, divided by the microbatches in flight. P:D is that of finished requests.
-              Of the sizes up to n, the policy takes the one with the most tokens per second. No size is below the
+              Of the sizes up to n, the policy takes the one with the most tokens per second. It takes at least the
               ridge, up to which tokens take no time. If the prompts at hand end within the cycle, they are divided
-              evenly over its microbatches.
+              evenly over its microbatches, also below the ridge.
               If all waiting requests can start, there is no steady state. Then a second size is computed, and the
               larger of the two is used. It is the size that completes the oldest prompt earliest. If most requests
               still have prompts to compute, it is the size that completes all these prompts earliest.

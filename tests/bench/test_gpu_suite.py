@@ -173,6 +173,30 @@ def test_figures_of_two_machines_are_not_mixed() -> None:
     assert run(whole(), "rates", machine="well") == ["machine", "rates"]
 
 
+@pytest.mark.parametrize("earlier", [{"error": "E"}, {"left_out": "the 9 s were over"}, None])
+def test_a_document_without_its_machine_is_completed(earlier: dict[str, Any] | None) -> None:
+    document = whole(machine=earlier)
+    if earlier is None:
+        del document.parts["machine"]
+    assert run(document) == ["machine"] and document.complete == {*NAMES}
+
+
+def test_a_machine_that_fails_is_not_taken_for_another_one() -> None:
+    with pytest.raises(ConfigError, match="the part machine failed, .*: RuntimeError: no kernel image"):
+        run(whole(), machine="fails")
+    document = whole()
+    run(document, budget_s=0.0)
+    document.put("machine", {"left_out": "the 9 s were over"}, ())
+    assert document.parts["machine"] == {"device": "well"}
+
+
+def test_a_check_that_was_missed_outlasts_a_lack_of_time() -> None:
+    document = whole()
+    missed = {"part": "exact", "what": "tokens", "seen": False, "wanted": True, "met": False}
+    document.put("exact", {"left_out": "the 9 s were over"}, [missed])
+    assert "exact" not in document.complete and missed in document.checks
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

@@ -67,9 +67,14 @@ class GpuDocument:
     def put(self, name: str, figures: Figures, checks: Sequence[Figures]) -> None:
         """Replace the figures and checks of a part.
 
+        A part that is complete stays as it is if the new figures are left out and no new check is missed.
+
         Raises:
-            ConfigError: the part is `machine`, and the figures are not those of the machine of the other parts.
+            ConfigError: the part is `machine`, and its figures differ from those in the document, or it failed and
+                cannot be compared with them.
         """
+        if "left_out" in figures and name in self.complete and all(check["met"] for check in checks):
+            return
         if name == "machine":
             self._check_machine(figures)
         self.parts[name] = figures
@@ -78,13 +83,16 @@ class GpuDocument:
 
     def leave_out(self, name: str, why: str) -> None:
         """Record that there was no time for a part. If it is complete by an earlier run, keep that."""
-        if name not in self.complete:
-            self.put(name, {"left_out": why}, ())
+        self.put(name, {"left_out": why}, ())
 
     def _check_machine(self, figures: Figures) -> None:
-        if self.parts.keys() <= {"machine"}:
+        if "machine" not in self.complete or self.parts.keys() <= {"machine"}:
             return
-        before = self.parts.get("machine", {})
+        if "error" in figures:
+            raise ConfigError(
+                f"the part machine failed, so this may be another machine than that of the document: {figures['error']}"
+            )
+        before = self.parts["machine"]
         differ = sorted(name for name in {*before, *figures} - {"took_s"} if before.get(name) != figures.get(name))
         if differ:
             name = differ[0]

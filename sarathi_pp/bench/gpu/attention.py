@@ -159,6 +159,6 @@ def _compare(bench: Bench, what: str, extents: Extents, shape: ModelShape, taken
         taken["share_of_bandwidth"] = read / own_s / bench.rates["bytes_per_s"]
     if rivals:
         best = min(rivals, key=rivals.__getitem__)
-        bench.check(f"{what}: Triton beside {best}", rivals[best] / own_s, ATTENTION_SHARE)
+        bench.check(f"{what}: Triton next to {best}", rivals[best] / own_s, ATTENTION_SHARE)
     else:
         taken["rivals"] = "none is installed"

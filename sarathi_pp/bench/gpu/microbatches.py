@@ -68,7 +68,7 @@ def piggyback(bench: Bench, figures: Figures) -> None:
         curve.append({**point, "factor": factor})
         bench.save()
         if count <= 8:
-            bench.check(f"{count} decodes beside a chunk cost less by", factor, PIGGYBACK_FACTOR)
+            bench.check(f"{count} decodes next to a chunk cost less by", factor, PIGGYBACK_FACTOR)
 
 
 def sampling(bench: Bench, figures: Figures) -> None:

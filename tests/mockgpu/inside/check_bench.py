@@ -60,4 +60,4 @@ def test_every_part_runs_on_a_device(monkeypatch, tmp_path):
     assert {f"{name}: nearer to float32 than transformers by" for name in ("triton", "varlen", "sdpa")} <= {
         what for what, found in met.items() if found
     }
-    assert any(what.startswith("chunk: Triton beside") for what in met)
+    assert any(what.startswith("chunk: Triton next to") for what in met)

@@ -148,13 +148,23 @@ def test_a_pipeline_that_hangs_ends_its_run_alone(monkeypatch):
     """The error contains its output so far."""
     hanging = "import sys, time; print('at rank 1', file=sys.stderr, flush=True); time.sleep(60)"
     monkeypatch.setattr(pipelines, "_COMMAND", (sys.executable, "-c", hanging))
-    clock = SystemClock()
-    bench = Bench(CPU, torch.float32, SIZES, clock, clock.now() + 3)
-    figures: Figures = {}
-    pipelines.exact(bench, figures)
-    (run,) = figures["runs"]
-    assert run["rows_equal"] == 0 and "still running after" in run["said"] and "at rank 1" in run["said"]
-    assert not bench.checks[0]["met"]
+    monkeypatch.setattr(pipelines, "_MOST_S", 2.0)
+    bench = Bench(CPU, torch.float32, SIZES, SystemClock())
+    run_parts(bench, {"exact": 200.0}, math.inf)
+    (run,) = bench.figures["runs"]
+    assert run["rows_equal"] == 0 and "still running after 2 s" in run["said"] and "at rank 1" in run["said"]
+    assert not bench.checks[0]["met"] and "left_out" not in bench.figures
+
+
+def test_a_pipeline_without_time_is_left_out(monkeypatch):
+    """Its tokens are not known, so they are not wrong. The pipelines after it do not start."""
+    monkeypatch.setattr(pipelines, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(pipelines, "_pipelines", lambda bench: [(1, []), (2, [])])
+    bench = Bench(CPU, torch.float32, SIZES, SystemClock())
+    run_parts(bench, {"exact": 5.0}, math.inf)
+    (run,) = bench.figures["runs"]
+    assert "the time of the part was over after" in run["left_out"] and "rows_equal" not in run
+    assert bench.figures["left_out"] == run["left_out"] and not bench.checks and "error" not in bench.figures
 
 
 def test_a_difference_that_noise_hides_is_not_taken_for_nothing(monkeypatch):

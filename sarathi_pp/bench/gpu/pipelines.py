@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sarathi_pp.bench.family import family
 from sarathi_pp.bench.gpu.document import Figures
-from sarathi_pp.bench.gpu.plan import CONTEST_FACTOR, Bench
+from sarathi_pp.bench.gpu.plan import CONTEST_FACTOR, Bench, OutOfTimeError
 from sarathi_pp.bench.gpu.stage import ModelShape
 from sarathi_pp.distributed.environment import inherited
 
@@ -30,24 +30,33 @@ _CONTEST_S = 95.0
 
 
 def exact(bench: Bench, figures: Figures) -> None:
-    """Compare greedy float32 tokens of whole pipelines with those of transformers, on the same device."""
+    """Compare greedy float32 tokens of whole pipelines with those of transformers, on the same device.
+
+    Raises:
+        OutOfTimeError: a pipeline had not enough time. It has no check, and the pipelines after it do not run.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = _write_small(bench.sizes.small, folder / "model").to(bench.device)
         drawn = [[(13 * row + 7 * at) % 2000 + 3 for at in range(5 + 23 * row)] for row in range(bench.sizes.rows)]
         answered = [(prompt, *_greedy(model, prompt, bench.device)) for prompt in drawn]
         del model
-        told = [(prompt, tokens) for prompt, tokens, gap in answered if gap >= _LEAST_GAP]
+        expected = [(prompt, tokens) for prompt, tokens, gap in answered if gap >= _LEAST_GAP]
         runs: list[Figures] = []
         smallest = min(gap for _, _, gap in answered)
-        figures |= {"rows": len(told), "near_ties": len(drawn) - len(told), "smallest_gap": smallest}
+        figures |= {"rows": len(expected), "near_ties": len(drawn) - len(expected), "smallest_gap": smallest}
         figures |= {"new_tokens": _NEW_TOKENS, "runs": runs}
-        lines = [json.dumps({"prompt_token_ids": prompt}) for prompt, _ in told]
+        lines = [json.dumps({"prompt_token_ids": prompt}) for prompt, _ in expected]
         (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
         for stages, options in _pipelines(bench):
-            found = _generate(bench, folder, stages, options, [tokens for _, tokens in told])
-            runs.append({"stages": stages, "options": options, **found})
-            same = found["rows_equal"] == len(told) > 0
+            run: Figures = {"stages": stages, "options": options}
+            runs.append(run)
+            try:
+                run |= _generate(bench, folder, stages, options, [tokens for _, tokens in expected])
+            except OutOfTimeError as error:
+                run["left_out"] = str(error)
+                raise
+            same = run["rows_equal"] == len(expected) > 0
             bench.check(f"{stages} stages {' '.join(options)}: tokens equal transformers'", same, True)
 
 
@@ -79,8 +88,8 @@ def _write_small(shape: ModelShape, folder: Path) -> Any:
 def _greedy(model: Any, prompt: Sequence[int], device: torch.device) -> tuple[list[int], float]:
     """Return the output tokens of transformers, and the smallest difference between the two best logits of a token."""
     settings = {"max_new_tokens": _NEW_TOKENS, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
-    told = {"return_dict_in_generate": True, "output_logits": True}
-    found = model.generate(torch.tensor([prompt], device=device), **settings, **told)
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(torch.tensor([prompt], device=device), **settings, **outputs)
     best = torch.stack([logits[0] for logits in found.logits]).float().topk(2).values
     return found.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
 
@@ -91,7 +100,9 @@ def _generate(bench: Bench, folder: Path, stages: int, options: list[str], expec
     more = ["--dtype", "float32", "--max-new-tokens", str(_NEW_TOKENS), "--chunk-size", "64", "--max-num-seqs", "16"]
     more += ["--kv-cache-memory", "256MiB", "--stages", str(stages), *options]
     try:
-        _run(bench, [*_COMMAND, *_files(folder, output), "--device", bench.device.type, *more], folder)
+        _run(bench, [*_COMMAND, *_files(folder, output), "--device", bench.device.type, *more], folder, _MOST_S)
+    except OutOfTimeError:
+        raise
     except RuntimeError as error:
         return {"rows_equal": 0, "said": str(error)}
     answers = {int(row["id"]): row["token_ids"] for row in map(json.loads, output.read_text().splitlines())}
@@ -156,7 +167,7 @@ def _files(folder: Path, output: Path) -> tuple[str, ...]:
     return ("--model", str(folder / "model"), "--input", str(folder / "in.jsonl"), "--output", str(output))
 
 
-def _run(bench: Bench, command: Sequence[str], folder: Path, most_s: float = _MOST_S) -> str:
+def _run(bench: Bench, command: Sequence[str], folder: Path, most_s: float) -> str:
     """Run a command and return its standard output.
 
     Args:
@@ -164,16 +175,20 @@ def _run(bench: Bench, command: Sequence[str], folder: Path, most_s: float = _MO
         most_s: seconds after which it is killed.
 
     Raises:
+        OutOfTimeError: the time of the part was over before `most_s`.
         RuntimeError: the command failed or took too long. The message has the end of its standard error.
     """
     environment = inherited({"HF_HUB_OFFLINE": "1"})
-    patience_s = min(most_s, max(bench.end_s - bench.clock.now(), 1.0))
+    left_s = max(bench.end_s - bench.clock.now(), 1.0)
     printed, said = folder / "printed", folder / "said"
     with printed.open("wb") as out, said.open("wb") as error, family(command, environment, out, error) as process:
         try:
-            code = process.wait(patience_s)
+            code = process.wait(min(most_s, left_s))
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"still running after {patience_s:.0f} s: {_end_of(said)}") from None
+            if left_s < most_s:
+                why = f"the time of the part was over after {left_s:.0f} s of this run: {_end_of(said)}"
+                raise OutOfTimeError(why) from None
+            raise RuntimeError(f"still running after {most_s:.0f} s: {_end_of(said)}") from None
     if code:
         raise RuntimeError(f"ended with code {code}: {_end_of(said)}")
     return printed.read_text()

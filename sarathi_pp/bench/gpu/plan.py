@@ -91,6 +91,10 @@ class Sizes:
         return {**asdict(self), "attention": dict(self.attention)}
 
 
+class OutOfTimeError(RuntimeError):
+    """The time of a part was over before it had all its figures. The part is left out, and a second call runs it."""
+
+
 @dataclass(slots=True)
 class Bench:
     """The state that the parts of one process share.

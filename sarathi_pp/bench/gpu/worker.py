@@ -21,7 +21,7 @@ from sarathi_pp.bench.gpu.attention import attention, logits
 from sarathi_pp.bench.gpu.document import Figures
 from sarathi_pp.bench.gpu.microbatches import kernels, microbatches, piggyback, sampling
 from sarathi_pp.bench.gpu.pipelines import contest, exact
-from sarathi_pp.bench.gpu.plan import Bench, Sizes
+from sarathi_pp.bench.gpu.plan import Bench, OutOfTimeError, Sizes
 from sarathi_pp.trace.clock import SystemClock
 
 # Seconds that a part has to report after the end of its own commands, before its process is killed.
@@ -71,6 +71,8 @@ def run_parts(bench: Bench, limits: dict[str, float], end_s: float) -> None:
         bench.begin(name, min(begin_s + limit_s, end_s) - _REPORT_S)
         try:
             PARTS[name](bench, bench.figures)
+        except OutOfTimeError as error:
+            bench.figures["left_out"] = str(error)
         except Exception as error:  # an error is a result
             bench.figures |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             bench.check(f"{name} runs", False, True)

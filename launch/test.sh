@@ -2,7 +2,8 @@
 # Installs into .venv, then runs the tiers in order. Each prints its time, its budget and its slowest tests. If a tier
 # fails, the others still run.
 #   bash launch/test.sh [--full] [TIER...]        tiers: static pure model avx2 reports runtime faults launch gpu
-#   PYTHON=python3 bash launch/test.sh gpu        without .venv: this Python has torch, Triton, transformers and pytest
+#   PYTHON=python3 bash launch/test.sh gpu        without .venv: this Python has torch, Triton, transformers and pytest.
+#                                                 It fails without a CUDA device, and is skipped without PYTHON.
 # --full adds the cases marked `full`, which repeat a proof on more sizes. It also starts every process cold
 # (tests/warm). The last line counts tests and static checks. A budget is the most time that a tier may take on two
 # quiet cores. A tier over its budget prints a warning and does not fail.
@@ -215,11 +216,21 @@ launch() {
     has ip iproute2
     run_tests tests/launch tests/packaging tests/examples
 }
-# Compiled kernels, graphs and pipelines on a CUDA device. They compile for most of their time, so several at once.
+# Compiled kernels, graphs and pipelines on a CUDA device. They compile for most of their time, so several at once. They
+# share no state, so they go to the workers one by one. A device does not slow down as cores do, so their time limits do
+# not grow with the number of workers.
 gpu() {
-    # A warning that a library gives on a GPU is no fault of ours. One line per test shows where a run hung.
-    local jobs=(--cold -W default -vv -n "$((cores > 6 ? 6 : cores))" --dist loadfile)
+    # A warning that a library gives on a GPU is no fault of ours. One line per test shows where a run hung. A thread
+    # can end a worker that waits for the device; a signal cannot.
+    local jobs=(--cold -W default -vv -n "$((cores > 6 ? 6 : cores))" --dist load --maxschedchunk 1)
+    jobs+=(--timeout-method thread)
+    local -x SARATHI_PP_TEST_SLOWNESS=${SARATHI_PP_TEST_SLOWNESS:-1}
     if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        if [ -n "${PYTHON:-}" ]; then
+            echo "test: $PYTHON finds no CUDA device" >&2
+            failed=$((failed + 1))
+            return 1
+        fi
         echo "skipped: no CUDA device"
         return 0
     fi

@@ -143,6 +143,7 @@ class StageGraphs:
             width = y.shape[1]
             if width not in outs:
                 outs[width] = torch.empty((most_rows, width), dtype=y.dtype, device=device)
+            del y  # the next shape warms up in its memory
             stage_graph.capture(outs[width])
             self._graphs.append(stage_graph)
         self._graphs.reverse()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,22 @@ def test_graphs_and_buffers_are_kept_room_for(model):
     # The largest graph takes the memory of the largest microbatch, and holds its inputs and outputs.
     graphs = count * ACTIVATIONS + 2 * count * HIDDEN * 4
     assert sizes[False, False] - sizes[True, False] > graphs - 2 * PAGE_BYTES
+
+
+def test_a_graphs_rows_are_freed_before_the_next_one_is_made(model, monkeypatch):
+    """Otherwise captures of many shapes need more than the measurement with two of them."""
+    outputs: list[weakref.ref[Tensor]] = []
+
+    def compute(model: StageModel, x: Tensor, inputs: StageInputs, kv: KVShard, backend: object = None) -> Tensor:
+        assert all(output() is None for output in outputs)
+        found = torch.zeros((x.shape[0], HIDDEN), device=GPU)
+        outputs.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(StageModel, "forward", compute)
+    _, stages = make(model, attention="triton", chunk_size=64)
+    stages.load((2, 4), ROOM)
+    assert len(outputs) == 1 + 2 * 2, "the largest microbatch, and two graphs that are warmed up and captured"
 
 
 @pytest.mark.usefixtures("computed")

@@ -213,17 +213,18 @@ def _load_module(
     num_layers, tied = config.num_hidden_layers, bool(config.tie_word_embeddings)
     config.output_router_logits = False  # it would compute a training loss over layers that this stage lacks
     tensors, split = _stored(directory, family, config, layers, held, device, shard, count)
-    needed = sum(_sizes(tensors))
+    _require_room(layers, tensors, room_bytes)
     count.total_bytes = sum(tensor.num_stored_bytes() for tensor in tensors.values())
-    if room_bytes is not None and needed > room_bytes:
-        raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
     architecture = getattr(transformers, family.architecture)
     holds: list[Callable[[nn.Module], None]] = []
     if held.as_stored:
         holds.append(partial(hold_narrow, narrow_type=_narrow_types(tensors, family)))
+    weights: Mapping[str, Weight] = dict(tensors)
     holder = Float8Holder(tensors, family.base) if held.float8 else None
     if holder is not None:
-        holds.append(holder.take_modules)
+        weights = holder.weights
+        # Weights that no module can hold take more, which is known before any weight is read.
+        holds += [holder.take_modules, lambda _: _require_room(layers, weights, room_bytes)]
     stage_class = partial_class(directory, architecture, family, layers, num_layers, tied, split, holds)
     with quiet_transformers() as said:
         try:
@@ -244,7 +245,8 @@ def _load_module(
         except (RuntimeError, MemoryError) as error:
             reports = [line for text in said for line in text.splitlines() if tells_of_memory(line)]
             if is_out_of_memory(error) or reports:
-                raise _too_large(layers, needed, reports[-1].strip() if reports else _first_line(error)) from error
+                why = reports[-1].strip() if reports else _first_line(error)
+                raise _too_large(layers, sum(_sizes(weights)), why) from error
             raise InputError(f"{directory}: weights and config.json do not match; download both: {error}") from error
         except KeyError as error:  # such as a layer type without rope parameters
             raise InputError(f"{directory / 'config.json'}: transformers finds no {error} in it") from error
@@ -252,7 +254,7 @@ def _load_module(
         # The default, a grouped product, supports only bf16 on CPU in the older of the supported torch releases.
         module.set_experts_implementation("eager")
     module.requires_grad_(False)
-    return module, needed, split
+    return module, sum(_sizes(weights)), split
 
 
 def stage_bytes(
@@ -418,6 +420,17 @@ def _require_complete(directory: Path, layers: tuple[int, int], module: nn.Modul
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         assert not tensor.is_meta, f"{name} was never loaded"
+
+
+def _require_room(layers: tuple[int, int], weights: Mapping[str, Weight], room_bytes: int | None) -> None:
+    """Raise if the weights take more memory than there is.
+
+    Raises:
+        CapacityError: they do.
+    """
+    needed = sum(_sizes(weights))
+    if room_bytes is not None and needed > room_bytes:
+        raise _too_large(layers, needed, f"{in_gib(room_bytes)} are available")
 
 
 def _too_large(layers: tuple[int, int], needed: int, why: str) -> CapacityError:

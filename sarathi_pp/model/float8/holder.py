@@ -8,6 +8,7 @@ last        share_scratch: one piece of memory for the expanded weights of all m
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from sarathi_pp.model.float8.experts import Float8Experts
 from sarathi_pp.model.float8.linear import Float8Linear
 from sarathi_pp.model.fuse.rewrite import reads_weight
 
+_log = logging.getLogger(__name__)
 # Weights of transformers' experts, and the names under which files have their parts for each expert.
 _OF_EXPERTS = (
     {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
@@ -37,11 +39,15 @@ class Float8Holder:
     Args:
         tensors: the stage's weights by stored name. Those that are held are removed.
         base: name of the base model, which stored names may lack.
+
+    Attributes:
+        weights: all of the stage's weights by stored name, in the form in which they will be in memory.
     """
 
     def __init__(self, tensors: dict[str, Weight], base: str) -> None:
         self._tensors = tensors
         self._base = base
+        self.weights = dict(tensors)
         self._taken: set[int] = set()  # ids of the weights that modules hold
         self._linears: list[tuple[Float8Linear, Float8Tensor]] = []
         self._experts: list[tuple[Float8Experts, _Sources]] = []
@@ -53,11 +59,15 @@ class Float8Holder:
                 made = self._replacement(f"{path}.{name}", owner, child)
                 if made is not None:
                     setattr(owner, name, made)
+        num_dequantised = 0
         for key, weight in list(self._tensors.items()):
             if id(weight) in self._taken:
                 del self._tensors[key]
             elif isinstance(weight, Float8Tensor):
-                self._tensors[key] = weight.dequantised()
+                self.weights[key] = self._tensors[key] = weight.dequantised()
+                num_dequantised += 1
+        if num_dequantised:
+            _log.info("%d weights in FP8 are dequantised, since no module can hold them as stored", num_dequantised)
 
     def load(self, device: torch.device) -> None:
         """Read the weights that are held to the device, and forget the modules. Some will be merged.

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.checkpoint.files import open_checkpoint
+from sarathi_pp.checkpoint.tensor_file import ReadCount
 from sarathi_pp.config import RunConfig
-from sarathi_pp.errors import ConfigError
+from sarathi_pp.errors import CapacityError, ConfigError
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention.sdpa import SdpaAttention
 from sarathi_pp.model.float8.experts import Float8Experts
@@ -46,7 +47,15 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "fuse", partial(fuse, by_kernels=True))
 
 
-def load(directory: Path, *, float8: bool, shard: TensorShard | None = None, layers: tuple[int, int] = WHOLE) -> Any:
+def load(
+    directory: Path,
+    *,
+    float8: bool,
+    shard: TensorShard | None = None,
+    layers: tuple[int, int] = WHOLE,
+    room_bytes: int | None = None,
+    count: ReadCount | None = None,
+) -> Any:
     return load_stage(
         directory,
         layers,
@@ -54,7 +63,9 @@ def load(directory: Path, *, float8: bool, shard: TensorShard | None = None, lay
         torch.bfloat16,
         CPU,
         SdpaAttention(),
-        shard=shard,
+        room_bytes,
+        shard,
+        count,
         float8=float8,
     )
 
@@ -184,17 +195,29 @@ def test_tensor_shards(family: str, tmp_path: Path) -> None:
         assert modules(ours, Float8Linear)
 
 
-def test_weights_that_no_module_can_hold_are_dequantised(tmp_path: Path) -> None:
-    """One part of an expert is stored in floats."""
+def test_weights_that_no_module_can_hold_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One part of an expert is stored in floats. The others of its layer are counted as they are loaded."""
     write_checkpoint("qwen3_moe", tmp_path / "source")
     form = FORMS["fp8 blocks"]
     skipped = "model.layers.1.mlp.experts.1.up_proj.weight"
     some = replace(form, of=lambda name, weight: name != skipped and form.of(name, weight))
     publish(some, tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
-    ours, theirs = (load(tmp_path / "quantised", float8=float8) for float8 in (True, False))
-    for one, other in zip(outputs(ours, tmp_path / "quantised"), outputs(theirs, tmp_path / "quantised"), strict=True):
+    found = tmp_path / "quantised"
+    caplog.set_level("INFO", "sarathi_pp")
+    ours, theirs = (load(found, float8=float8) for float8 in (True, False))
+    for one, other in zip(outputs(ours, found), outputs(theirs, found), strict=True):
         assert torch.equal(one, other)
-    assert len(modules(ours, Float8Experts)) == len(modules_of(theirs, "gate_up_proj")) - 1
+    experts = modules(ours, Float8Experts)
+    assert len(experts) == len(modules_of(theirs, "gate_up_proj")) - 1
+    count = modules_of(theirs, "gate_up_proj")[0].gate_up_proj.shape[0]
+    assert f"{3 * count - 1} weights in FP8 are dequantised" in caplog.text
+    scratch = experts[0]._experts[0].down_proj.untyped_storage().nbytes()
+    assert theirs.num_bytes + scratch - ours.num_bytes == taken(theirs) - taken(ours) > 0
+    load(found, float8=True, room_bytes=ours.num_bytes)
+    read = ReadCount()
+    with pytest.raises(CapacityError, match="are available"):
+        load(found, float8=True, room_bytes=ours.num_bytes - 1, count=read)
+    assert not read.num_bytes
 
 
 def test_a_device_without_our_kernels_is_refused(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.model_stage import ModelStage
-from tests.checkpoint.quantised import write_published
+from tests.checkpoint.quantised import FORMS, publish
 from tests.mockgpu.machine import TIMELINE
-from tests.model.families import NUM_LAYERS
+from tests.model.families import with_layers, write_checkpoint
 
 GPU = torch.device("cuda", 0)
+NUM_LAYERS = 2
 WHOLE = (0, NUM_LAYERS)
 SHAPES = (Shape(4, 2, decodes=False), Shape(2, 2, decodes=True))
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -29,7 +30,10 @@ FAMILIES = ["llama", "qwen3_moe"]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory) -> Path:
-    return write_published(request.param, "fp8 blocks", tmp_path_factory.mktemp(request.param)).quantised
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory / "source", config=with_layers(request.param, NUM_LAYERS))
+    publish(FORMS["fp8 blocks"], directory / "source", directory / "quantised", directory / "reference")
+    return directory / "quantised"
 
 
 def make_stage(model: Path, *, float8: bool, graphed: bool) -> ModelStage:
@@ -46,9 +50,8 @@ def make_stage(model: Path, *, float8: bool, graphed: bool) -> ModelStage:
 
 
 MICROBATCHES = [
-    MicroBatch(0, (Chunk(0, 0, 0, 4, False, (3, 4, 5, 6), (4,), GREEDY),), (), 0.0),
-    MicroBatch(1, (Chunk(1, 0, 0, 3, False, (6, 7, 8), (2,), GREEDY), Chunk(0, 0, 4, 1, True, (5,), (), GREEDY))),
-    MicroBatch(2, (Chunk(0, 0, 5, 1, True, (9,), (), GREEDY), Chunk(1, 0, 3, 1, True, (3,), (), GREEDY)), (), 0.0),
+    MicroBatch(0, (Chunk(0, 0, 0, 2, False, (3, 4), (4,), GREEDY), Chunk(1, 0, 0, 2, False, (6, 7), (2,), GREEDY))),
+    MicroBatch(1, (Chunk(0, 0, 2, 1, True, (5,), (), GREEDY), Chunk(1, 0, 2, 1, True, (8,), (), GREEDY))),
 ]
 
 
@@ -63,8 +66,8 @@ def test_tokens_by_graphs_and_without(model):
         found = [stage.prepare(microbatch)(None).tokens for microbatch in MICROBATCHES]
         assert found == expected and all(found)
         if not plain.model.module.config.model_type.endswith("moe"):
-            assert TIMELINE.waits - before == {"copy to the host": 3}, "expanding waits for nothing"
-        assert stage.graphed == ((3, 0) if graphed else None)
+            assert TIMELINE.waits - before == {"copy to the host": 2}, "expanding waits for nothing"
+        assert stage.graphed == ((2, 0) if graphed else None)
 
 
 def test_the_bytes_that_are_counted_are_taken(model):
@@ -78,5 +81,5 @@ def test_the_bytes_that_are_counted_are_taken(model):
         counted.append(stage_bytes(model, WHOLE, HeldTypes.on("cuda", torch.float32, float8=float8)))
     assert [stage.num_bytes for stage in loaded] == counted
     # Rotary embeddings are in no file. Both stages have them.
-    assert taken[1] - taken[0] == counted[1] - counted[0] > 0.3 * counted[1]
+    assert taken[1] - taken[0] == counted[1] - counted[0] > 0.1 * counted[1]
     assert all(tensor.is_cuda for tensor in (*loaded[0].module.parameters(), *loaded[0].module.buffers()))

@@ -34,6 +34,15 @@ def sources(dtype):
     for scales, needed, e5m2 in (("*fp32", None, False), ("*bf16", "*i32", False), ("*fp16", None, True)):
         sizes = ("i32",) * 8 + ("i64", "i32")
         yield expand._expand_rows, ("*u8", scales, needed, row, *sizes, 32, 128, e5m2), {}
+    # A launch makes a constant of a number that is 1: rows, columns, rows and columns of scales, height, and steps.
+    number = "i32"
+    for needed, sizes in (
+        (None, (number, number, number, 1, 1, number, number, number, "i64", 1)),
+        ("*i32", (number, number, 1, 1, number, number, number, number, "i64", 1)),
+        (None, (1, number, 1, number, 1, number, number, number, "i64", number)),
+        ("*i32", (1, 1, 1, 1, 1, 1, number, number, 1, 1)),
+    ):
+        yield expand._expand_rows, ("*u8", "*fp32", needed, row, *sizes, 16, 256, False), {}
     eight, shape, digits = {"num_warps": 8}, (128256, 4096, 32, 32), {"fp32": 8, "bf16": 4}[dtype]
     given = (row, "*fp32", "*i64", "*fp64")
     search = (*given, "*i32", "*i32", "*fp64")

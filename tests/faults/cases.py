@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _ROWS, _SOURCE, _SINK = "inputs/test_parse.py::test_", "inputs/test_source.py::test_", "outputs/test_sink.py::test_"
 _TEXT, _REFUSED = "text/test_tokenizer.py::test_", "commands/test_generate_refusals.py::test_"
-_WEIGHTS, _SUPPORT = "checkpoint/test_weights.py::test_", "checkpoint/test_support.py::test_"
+_WEIGHTS, _SUPPORT = "model/test_weights.py::test_", "checkpoint/test_support.py::test_"
 _RESUME, _SIGNALS, _INSIDE = (
     "faults/test_resume.py::test_",
     "faults/test_signals.py::test_",

@@ -47,7 +47,7 @@ ELSEWHERE = {
 # Commands that take minutes to hours, or need other engines, by their start. Click parses their options and types.
 LONG = (
     "python examples/benchmarks/",
-    "sarathi-pp bench --model /tmp/m254",
+    "sarathi-pp bench --model /tmp/",
     "sarathi-pp bench --model examples",
     "sarathi-pp simulate --preset gpt3-a100-tp8pp8 --workload zipf:n=10000,",
 )

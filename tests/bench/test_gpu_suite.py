@@ -40,10 +40,10 @@ def write(name, ended, met=True, **figures):
 for name in request["limits"]:
     how = (request["sizes"] or {}).get(name, "well")
     own = {"device": how} if name == "machine" else {"pid": os.getpid(), "seen": sorted(request["parts"])}
-    write(name, False, begun=True, **own)
+    write(name, False, started=True, **own)
     if how == "hangs":
         child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        write(name, False, begun=True, child=child.pid, model=tempfile.mkdtemp())
+        write(name, False, started=True, child=child.pid, model=tempfile.mkdtemp())
         time.sleep(60)
     if how == "dies":
         print("an illegal memory access", file=sys.stderr, flush=True)
@@ -112,7 +112,7 @@ def test_a_part_without_an_end_costs_only_its_own_time(how: str) -> None:
     if how != "fails":  # the worker itself records the check of a part that fails
         (failed,) = (check for check in document.checks if not check["met"])
         assert (failed["part"], failed["what"]) == ("microbatches", "microbatches runs")
-        assert found["begun"], "figures that it had are kept"
+        assert found["started"], "figures that it had are kept"
     if how == "dies":
         assert "code 3" in found["error"]
     if how == "hangs":
@@ -127,7 +127,7 @@ def test_the_budget_is_a_hard_bound() -> None:
     assert run(document, "exact", "contest", budget_s=2.0, exact="hangs") == ["machine", "exact"]
     assert clock.now() - begin_s < 7
     assert {document.parts[name]["left_out"] for name in ("exact", "contest")} == {"the 2 s were over"}
-    assert document.parts["exact"]["begun"] and document.complete == {"machine"}
+    assert document.parts["exact"]["started"] and document.complete == {"machine"}
 
 
 def test_a_command_that_is_stopped_leaves_no_worker() -> None:

@@ -115,7 +115,7 @@ def test_stages(family: str, graphed: bool, tmp_path: Path) -> None:
             try:
                 graphs = StageGraphs(kept, ours, SHAPES, facts.hidden_size, facts.num_heads, DEVICE, empty)
             except RuntimeError as error:
-                if family == "llama":
+                if family == "llama" or "captur" not in str(error):
                     raise
                 pytest.skip(f"torch cannot capture its product of experts: {error}")
         pairs = {}

@@ -540,14 +540,14 @@ def _merge_of(
     merges: tl.tensor, num_merges: tl.tensor, token: tl.tensor, BLOCK_MERGES: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tl.tensor:
     """Return the index of the merge with a token, counted over all merges: the last one that begins at it or before."""
-    begun = tl.zeros((), tl.int32)
+    count = tl.zeros((), tl.int32)
     for first in range(0, num_merges, BLOCK_MERGES):
         entry = first + tl.arange(0, BLOCK_MERGES)
         there = entry < num_merges
         used = tl.load(merges + entry * COLUMNS + 1, mask=there, other=0) > 0
         begin = tl.load(merges + entry * COLUMNS + 4, mask=there, other=0)
-        begun += tl.sum((used & (begin <= token)).to(tl.int32), 0)
-    return begun - 1
+        count += tl.sum((used & (begin <= token)).to(tl.int32), 0)
+    return count - 1
 
 
 @triton.jit

@@ -289,6 +289,7 @@ class ResolvedRun:
         request_rate: arrivals per second. None: all requests are there at the start.
         moves_head: the first stage has the LM head too, and computes it for some of the microbatches.
         prefix_cache: one of the modes, never "auto".
+        issues_ahead: see Limits.
     """
 
     model: str
@@ -311,6 +312,7 @@ class ResolvedRun:
     tensor_parallel_size: int = 1
     moves_head: bool = False
     prefix_cache: PrefixCacheMode = "off"
+    issues_ahead: bool = False
 
     @property
     def num_stages(self) -> int:

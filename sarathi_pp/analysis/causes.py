@@ -78,7 +78,7 @@ def explain(timeline: Timeline, model: CostModel) -> Causes:
     if count == 0:
         return Causes(*(0.0 for _ in fields(Causes)))
     loads = [event.load for event in timeline.issued[:count]]
-    inflight = timeline.stages[0].start.inflight
+    inflight = timeline.stages[0].start.most_inflight
     later_s = _later_compute_s(timeline, count)
     heads_s = timeline.stages[0].heads.seconds()
     steps = [
@@ -242,7 +242,7 @@ def _issue(
     timeline: Timeline, blocked: Seconds, count: int
 ) -> tuple[Seconds, list[int | None], list[int | None], Seconds]:
     """Return what delayed each microbatch's issue: the coordinator's own time, a result, the policy, an arrival."""
-    first, inflight = timeline.stages[0], timeline.stages[0].start.inflight
+    first, inflight = timeline.stages[0], timeline.stages[0].start.most_inflight
     free = _free_before(first, blocked, count)
     begin = timeline.issued[0].at_s
     results, issues = timeline.returned.column("at_s")[:count], timeline.issued.column("at_s")

@@ -244,7 +244,7 @@ class Coordinator:
         Raises:
             PolicyError: a grant is not legal, the microbatch is too large, or the policy waits with nothing in flight.
         """
-        if len(self._inflight) >= self.limits.inflight:
+        if len(self._inflight) >= self.limits.most_inflight:
             self.idle_reason = "full"
             return None
         chunks = self._choose()
@@ -280,7 +280,7 @@ class Coordinator:
                 decodes=tuple(self._decodes.values()),
                 running=self._running_view,
                 limits=self.limits,
-                num_inflight=len(self._inflight),
+                num_inflight=max(0, len(self._inflight) - self.limits.issues_ahead),
                 slot=self._next_index % self.limits.num_stages,
                 free_tokens=self.pool.num_free * self.pool.page_size,
                 waiting_tokens=startable.waiting_tokens,
@@ -317,7 +317,7 @@ class Coordinator:
             for stage, time in enumerate(times):
                 if time.microbatch in self._rows:
                     self._cost.observe(stage, self._rows[time.microbatch], time.seconds)
-            self._rows.pop(microbatch.index - self.limits.inflight, None)
+            self._rows.pop(microbatch.index - self.limits.most_inflight, None)
         self._add_prompt_logprobs(result.prompt_logprobs)
         completions = []
         for token in result.tokens:
@@ -345,26 +345,43 @@ class Coordinator:
         ending = self._ends.append(sequence, token)
         self._tokens_past_prompt += len(sequence.tokens) - known
         if ending is not None:
-            self._prefills.pop(sequence.index, None)  # scores of a prompt's tokens may fail before its last chunk
             self._leave(sequence)
             if ending.error_code == "non_finite_logits":
                 self.prefixes.forget(self._running.values())  # its pages may be broken, and others may have found them
             computed = sequence.num_prompt - sequence.num_cached
             self._finished.append((computed, sequence.known - sequence.num_prompt))
             return ending.complete(sequence)
-        if len(sequence.tokens) == self._longrope_after + 1:
+        if sequence.num_drawn == self._longrope_after + 1:
             self._requeue(sequence)  # transformers' `generate` drops its cache at the same length
             sequence.digests.clear()  # with the long factors, all its keys are others
-        else:
+            return None
+        if sequence.enters and self.limits.issues_ahead:
+            self.prefixes.enter(sequence, decoded=True)
+        if sequence.remaining:
             self._decodes[sequence.index] = sequence
         return None
+
+    def _expect_token(self, sequence: Sequence) -> None:
+        """Let the decode of the token that the last issued chunk draws be issued before its id is known.
+
+        Not if it may not be issued: if the output ends by its length, or the sequence will wait for the long factors.
+        Nor if the request has rules, for which a stage must know all tokens before its layers run.
+        """
+        if sequence.rules or sequence.known == self._longrope_after or not self._ends.continues_after(sequence):
+            return
+        sequence.expect()
+        self._tokens_past_prompt += 1
+        self._decodes[sequence.index] = sequence
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a sequence from the running ones, and free its pages and its state slot."""
         del self._running[sequence.index]
+        self._prefills.pop(sequence.index, None)
+        self._decodes.pop(sequence.index, None)
         if sequence.past_prompt:
             self._num_past_prompt -= 1
             self._tokens_past_prompt -= sequence.known
+        sequence.forget_expected()
         # A page that is not full is never shared.
         unfilled = -sequence.issued % self.pool.page_size
         self._held_tokens -= self.pool.give_back(sequence.pages) * self.pool.page_size - unfilled
@@ -529,8 +546,6 @@ class Coordinator:
 
         When it starts again, its known tokens are computed again, like a prompt, as far as their pages are not found.
         """
-        self._prefills.pop(sequence.index, None)
-        self._decodes.pop(sequence.index, None)
         self._leave(sequence)
         sequence.restart()
         self._waiting_tokens += sequence.known
@@ -550,6 +565,8 @@ class Coordinator:
         sampling = _new(SamplingRow, (start + 1, *sequence.draw))
         tokens = (sequence.tokens[start],)
         is_long = start >= self._longrope_after
+        if self.limits.issues_ahead:
+            self._expect_token(sequence)
         return _new(Chunk, (index, sequence.epoch, start, 1, True, tokens, new_pages, sampling, is_long, b"", None, -1))
 
     def _take_pages(self, sequence: Sequence, end: int) -> tuple[int, ...]:
@@ -574,7 +591,7 @@ class Coordinator:
             self._prefills[sequence.index] = sequence
         else:
             self._prefills.pop(sequence.index, None)
-        return Chunk(
+        chunk = Chunk(
             sequence=sequence.index,
             epoch=sequence.epoch,
             start=start - overlap,
@@ -587,6 +604,9 @@ class Coordinator:
             scored=sequence.scored(start, end),
             slot=sequence.slot if start == sequence.num_found else -1,
         )
+        if end == known and self.limits.issues_ahead:
+            self._expect_token(sequence)
+        return chunk
 
     def _why_idle(self, startable: _Startable) -> IdleReason:
         if not self._running and not self._waiting:

@@ -69,6 +69,12 @@ class EndRules:
         """Return whether a request asks for no token, or its prompt fills `max_model_len`."""
         return request.sampling.max_new_tokens == 0 or len(request.prompt_token_ids) == self.max_model_len
 
+    def continues_after(self, sequence: Sequence) -> bool:
+        """Return whether the output goes on after the token that is drawn next, unless the token itself ends it."""
+        known = len(sequence.tokens) + 1
+        most_tokens = min(sequence.num_prompt + sequence.request.sampling.max_new_tokens, self.max_model_len)
+        return known < most_tokens and known <= self.num_kv_tokens
+
     def append(self, sequence: Sequence, token: SampledToken) -> Ending | None:
         """Append a drawn token to its sequence, unless none was drawn or wanted. Return the end of the output, if any.
 
@@ -80,14 +86,14 @@ class EndRules:
             return _LONGEST
         if failure:
             return Ending("error", _CODES[failure], token.first_bad)
-        tokens, sampling = sequence.tokens, request.sampling
-        tokens.append(token.token_id)
+        sampling = request.sampling
+        sequence.add(token.token_id)
         if sequence.logprobs is not None and token.logprobs is not None:
             sequence.logprobs.append(token.logprobs)
         stopped = self.stop_rule(request, token.token_id) or token.token_id in sampling.stop_token_ids
         if stopped or (token.token_id in self.eos_token_ids and not sampling.ignore_eos):
             return _STOPPED
-        known = len(tokens)
+        known = sequence.num_drawn
         if known - sequence.num_prompt >= sampling.max_new_tokens or known >= self.max_model_len:
             return _LONGEST
         return _NO_PAGES if known > self.num_kv_tokens else None

@@ -7,7 +7,8 @@
 
 A page is entered when the chunk that fills it is *issued*, not when its result is back. A sequence that finds it is
 issued later, and stages compute microbatches in the order in which they come. So on each stage, the page is written
-before it is read. No page is found that this very microbatch fills.
+before it is read. No page is found that this very microbatch fills. If the id of the page's last token is not known
+then (Limits.issues_ahead), the page is entered when it is.
 
 A shared page is never written again. Each sequence computes at least its last known token, so that its next token can
 be drawn, and writes it to a page of its own.
@@ -98,12 +99,12 @@ class PrefixCache:
         return self._pool.share(found) * self._pool.page_size
 
     def enter(self, sequence: Sequence, *, decoded: bool) -> None:
-        """Enter the pages that a running sequence has filled.
+        """Enter the pages that a running sequence has filled, as far as the ids of their tokens are known.
 
         Args:
             decoded: the chunk that was issued is a decode.
         """
-        num_full = sequence.issued // self._pool.page_size
+        num_full = min(sequence.issued, sequence.num_drawn) // self._pool.page_size
         if not sequence.enters or sequence.num_entered >= num_full:
             return
         self.leave(sequence)
@@ -135,9 +136,11 @@ class PrefixCache:
 
     def digest(self, sequence: Sequence) -> None:
         """Compute the digests of a sequence's full pages, as far as they are missing."""
-        if self.mode != "off" and len(sequence.digests) < sequence.known // self._pool.page_size:
-            salt = _chain_start(sequence.request, sequence.known, self._longrope_after)
-            extend_digests(sequence.digests, sequence.tokens, self._pool.page_size, salt)
+        num_drawn = sequence.num_drawn
+        if self.mode != "off" and len(sequence.digests) < num_drawn // self._pool.page_size:
+            salt = _chain_start(sequence.request, num_drawn, self._longrope_after)
+            tokens = sequence.tokens[:num_drawn] if sequence.num_expected else sequence.tokens
+            extend_digests(sequence.digests, tokens, self._pool.page_size, salt)
 
     def to_compute(self, num_tokens: int) -> int:
         """Estimate how many of `num_tokens` prompt tokens will be computed: the share that was computed so far."""

@@ -7,6 +7,10 @@
 Pages that were found in the prefix cache count as written, although another sequence may still be writing them.
 
 `done <= issued <= known` always. If issued == known, the next token is in flight and nothing can be issued.
+
+With Limits.issues_ahead, a token in flight may already have its place in `tokens`, with EXPECTED as its id. It then
+counts as known, so its decode can be issued. The stage knows the id, because it has drawn the token.
+
 After the prompt, issued == known - 1 whenever a token can be issued. The chunk of this one token is a decode, unless
 the sequence starts with it. So the cursors show the phase (prefill or decode), and it is not stored.
 
@@ -23,6 +27,9 @@ from sarathi_pp.core.plan import Scored, TokenLogprobs
 from sarathi_pp.core.prompt_logprobs import PromptLogprobs
 from sarathi_pp.core.request import Request
 from sarathi_pp.core.request_index import index_name
+
+# Id of a token that is drawn by a microbatch in flight.
+EXPECTED = -1
 
 
 class Sequence:
@@ -51,6 +58,7 @@ class Sequence:
         num_found: number of tokens of these pages.
         num_cached: number of prompt tokens that were found when it first began.
         slot: id of its state slot (state_slots.py); -1 while it waits, and in a model without states.
+        num_expected: number of tokens at the end of `tokens` whose ids are EXPECTED.
     """
 
     __slots__ = (
@@ -76,6 +84,7 @@ class Sequence:
         "num_found",
         "num_cached",
         "slot",
+        "num_expected",
     )
 
     def __init__(self, request: Request, order: int) -> None:
@@ -108,10 +117,16 @@ class Sequence:
         self.num_found = 0
         self.num_cached = 0
         self.slot = -1
+        self.num_expected = 0
 
     @property
     def known(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of tokens whose ids are known: those of the prompt, and those whose results are back."""
+        return len(self.tokens) - self.num_expected
 
     @property
     def remaining(self) -> int:
@@ -157,6 +172,25 @@ class Sequence:
         """Copy the tokens from the request, so that output can be appended to them. A second call does nothing."""
         if self.tokens is self.request.prompt_token_ids:
             self.tokens = self.tokens[:]
+
+    def expect(self) -> None:
+        """Add the token that the chunk just issued will draw."""
+        self.tokens.append(EXPECTED)
+        self.num_expected += 1
+
+    def add(self, token_id: int) -> None:
+        """Take in the id of the oldest token in flight."""
+        if self.num_expected:
+            self.tokens[-self.num_expected] = token_id
+            self.num_expected -= 1
+        else:
+            self.tokens.append(token_id)
+
+    def forget_expected(self) -> None:
+        """Remove the tokens whose ids are not known. Their results will be dropped."""
+        if self.num_expected:
+            del self.tokens[-self.num_expected :]
+            self.num_expected = 0
 
     def restart(self) -> None:
         """Forget all computed keys and values, and the pages.

@@ -28,6 +28,10 @@ class Drawn(NamedTuple):
     failure: Failure = Failure.NONE
     logprobs: TokenLogprobs | None = None
 
+    @classmethod
+    def of(cls, token_id: int, is_bad: bool) -> Drawn:
+        return cls(max(token_id, 0), Failure.NOT_FINITE if is_bad else Failure.NONE)
+
 
 def draw(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Drawn]:
     """Draw one token per row of the (n, vocab) logits.
@@ -35,14 +39,14 @@ def draw(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Draw
     Rows without rules get the tokens that they would get alone.
     """
     if not edits:
-        return [_drawn(token, is_bad) for token, is_bad in zip(*sample(logits, rows), strict=True)]
+        return [Drawn.of(token, is_bad) for token, is_bad in zip(*sample(logits, rows), strict=True)]
     changed = [index for index, edit in edits.items() if edit.rules.edits]
     plain = sorted(set(range(len(rows))) - set(changed))
     drawn = [Drawn(0)] * len(rows)
     if plain:
         token_ids, are_bad = sample(_rows(logits, plain), [rows[index] for index in plain])
         for index, token, is_bad in zip(plain, token_ids, are_bad, strict=True):
-            drawn[index] = _drawn(token, is_bad)
+            drawn[index] = Drawn.of(token, is_bad)
     if has_pass(logits.device):
         greedy = [index for index in changed if rows[index].temperature == 0]
         for index, one in _draw_greedy(logits, {index: edits[index] for index in greedy}):
@@ -78,7 +82,7 @@ def _draw_greedy(logits: Tensor, edits: Edits) -> Iterator[tuple[int, Drawn]]:
         else:
             found = likeliest(logits, list(group), allowed)
         for (index, edit), token_id in zip(group.items(), found, strict=True):
-            yield index, _no_token(edit) if token_id == NOTHING_ALLOWED else _drawn(token_id, token_id == NOT_FINITE)
+            yield index, _no_token(edit) if token_id == NOTHING_ALLOWED else Drawn.of(token_id, token_id == NOT_FINITE)
 
 
 def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> list[Drawn]:
@@ -97,14 +101,10 @@ def _draw_changed(logits: Tensor, rows: Sequence[SamplingRow], edits: Edits) -> 
         elif not is_bad and rules.narrows and rows[place].temperature:
             drawn.append(Drawn(draw_within(scores[place], rows[place], rules)))
         else:
-            drawn.append(_drawn(token, is_bad))
+            drawn.append(Drawn.of(token, is_bad))
     return drawn
 
 
 def _no_token(edit: Edit) -> Drawn:
     follows = edit.mask is None or edit.mask.value is not None
     return Drawn(0, Failure.NO_TOKEN if follows else Failure.GRAMMAR)
-
-
-def _drawn(token_id: int, is_bad: bool) -> Drawn:
-    return Drawn(max(token_id, 0), Failure.NOT_FINITE if is_bad else Failure.NONE)

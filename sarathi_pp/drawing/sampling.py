@@ -61,7 +61,8 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
     if not rows:
         return [], []
     if has_kernels(logits.device) if by_kernels is None else by_kernels:
-        return _sample_by_kernels(logits, rows)
+        found = _launch_kernels(logits, rows).tolist()
+        return [max(token, 0) for token in found], [token < 0 for token in found]
     greedy = likeliest(logits) if has_pass(logits.device) else _largest(logits)
     token_ids = [
         max(token, 0) if token < 0 or row.temperature == 0 else _draw(logits[index], row)
@@ -70,25 +71,35 @@ def sample(logits: Tensor, rows: Sequence[Row], *, by_kernels: bool | None = Non
     return token_ids, [token < 0 for token in greedy]
 
 
-def _sample_by_kernels(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
-    """Do what `sample` does with our Triton kernels. The host waits for the device once, for the token ids."""
+def launch(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Let the device draw what `sample` draws. The host only waits for a device without our Triton kernels.
+
+    Returns:
+        The token ids, (n,) int64 on the device of the logits. That of a failed row is negative.
+    """
+    if rows and has_kernels(logits.device):
+        return _launch_kernels(logits, rows)
+    pairs = zip(*sample(logits, rows), strict=True)
+    ids = torch.tensor([-1 if is_bad else token for token, is_bad in pairs], dtype=torch.int64)
+    return ids.to(logits.device)
+
+
+def _launch_kernels(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Do what `launch` does, with our Triton kernels and at least one row."""
     from sarathi_pp_kernels.triton.sampling import drawn_tokens, greedy_tokens  # triton is optional
 
     if all(row.temperature == 0 for row in rows):
-        found = greedy_tokens(logits)
-    else:
-        numbers = torch.tensor([_parameters(row) for row in rows], dtype=torch.float64)
-        if logits.is_cuda:
-            numbers = numbers.pin_memory()  # a copy from other memory makes the host wait
-        drawn = [row for row in rows if row.temperature > 0]
-        found = drawn_tokens(
-            logits,
-            numbers.to(logits.device, non_blocking=True),
-            has_top_k=any(row.top_k > 0 for row in drawn),
-            has_top_p=any(row.top_p < 1 for row in drawn),
-        )
-    token_ids = found.tolist()
-    return [max(token, 0) for token in token_ids], [token < 0 for token in token_ids]
+        return greedy_tokens(logits)
+    numbers = torch.tensor([_parameters(row) for row in rows], dtype=torch.float64)
+    if logits.is_cuda:
+        numbers = numbers.pin_memory()  # a copy from other memory makes the host wait
+    drawn = [row for row in rows if row.temperature > 0]
+    return drawn_tokens(
+        logits,
+        numbers.to(logits.device, non_blocking=True),
+        has_top_k=any(row.top_k > 0 for row in drawn),
+        has_top_p=any(row.top_p < 1 for row in drawn),
+    )
 
 
 def _parameters(row: Row) -> tuple[float, ...]:

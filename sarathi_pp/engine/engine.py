@@ -219,6 +219,8 @@ class Engine:
             if self._issue():
                 continue
             if self._coordinator.num_inflight:
+                if self._runner.num_unsent == self._coordinator.num_inflight:
+                    self._runner.send_results()  # no microbatch follows that would send them
                 self._collect(sink, timeout_s=self._patience_s(source))
             elif source.exhausted:
                 pool = self._coordinator.pool
@@ -234,6 +236,7 @@ class Engine:
 
     def close(self) -> None:
         """End the stages, and wait until the last one has said goodbye, which is its last message."""
+        self._runner.send_results()
         end_s = self._clock.now() + _SILENT_S
         while self._inflight and self._clock.now() < end_s:  # a call of `run` that raised left them in flight
             if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
@@ -308,11 +311,11 @@ class Engine:
                 break  # prompts come first
             self._live[chunk.sequence].times.issued(microbatch.issued_s)
         self._first_issue_s = min(self._first_issue_s, microbatch.issued_s)
-        num_sent = self._runner.num_sent
+        num_taken = self._runner.num_taken
         try:
             self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
         finally:
-            if self._runner.num_sent > num_sent:
+            if self._runner.num_taken > num_taken:
                 self._inflight.append(microbatch)
         # Record the microbatch after sending: if it was never sent, another one gets its index. The recorder's thread
         # makes the text of the schedule, because this takes longer with every sequence in the microbatch.

@@ -149,9 +149,16 @@ class StageGraphs:
         self._graphs.reverse()
 
     def prepare(
-        self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
+        self,
+        spans: Sequence[Span],
+        logit_rows: Sequence[int],
+        token_ids: Sequence[int],
+        fill: Callable[[Tensor], Tensor] | None = None,
     ) -> Callable[[Tensor | None], Tensor] | None:
         """Write a microbatch's inputs for the smallest graph that fits it.
+
+        Args:
+            fill: returns the token ids with codes replaced, as LatestDraw does; None if there are no codes.
 
         Returns:
             The function that replays the graph; None if no graph fits. It takes hidden states, or None if the stage
@@ -165,7 +172,7 @@ class StageGraphs:
             fits = num_tokens <= shape.num_tokens and len(spans) <= shape.num_seqs
             if fits and decodes == shape.decodes and num_page_ids <= graph.most_page_ids:
                 self.hits += 1
-                return graph.prepare(spans, logit_rows, token_ids)
+                return graph.prepare(spans, logit_rows, token_ids, fill)
         self.misses += 1
         return None
 
@@ -227,7 +234,11 @@ class _StageGraph:
         self._graph.capture(work)
 
     def prepare(
-        self, spans: Sequence[Span], logit_rows: Sequence[int], token_ids: Sequence[int]
+        self,
+        spans: Sequence[Span],
+        logit_rows: Sequence[int],
+        token_ids: Sequence[int],
+        fill: Callable[[Tensor], Tensor] | None,
     ) -> Callable[[Tensor | None], Tensor]:
         inputs = self._inputs.load(spans, logit_rows, token_ids)
         self._attention.load(inputs)
@@ -236,6 +247,8 @@ class _StageGraph:
         def compute(hidden: Tensor | None) -> Tensor:
             if hidden is not None:
                 self._x[: hidden.shape[0]].copy_(hidden)
+            if fill is not None:
+                self._inputs.token_ids.copy_(fill(self._inputs.token_ids))
             self._graph.replay()
             assert self._out is not None, "it was captured"
             rows = self._out[:num_rows]

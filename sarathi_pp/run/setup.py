@@ -142,6 +142,7 @@ class LoadedStage:
         shards: the group of ranks that hold this stage together; None if this rank holds it alone.
         num_pages: number of KV pages for which each rank has room, by rank.
         equal_decodes: see StageMaker, of all stages.
+        draws_ahead: the same.
         moves_head: True if the first stage has loaded the LM head too, so that it can compute some LM heads.
     """
 
@@ -152,6 +153,7 @@ class LoadedStage:
     shards: ShardGroup | None
     num_pages: tuple[int, ...]
     equal_decodes: bool
+    draws_ahead: bool
     moves_head: bool
 
 
@@ -246,7 +248,7 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
         loading.own = {"head": maker.has_head}
     with agreement.step("counting KV pages") as counting:
         pages = maker.count_pages(layers, sharers_of(env.rank, weights))
-        counting.own = {"pages": pages, "equal_decodes": maker.equal_decodes}
+        counting.own = {"pages": pages, "equal_decodes": maker.equal_decodes, "draws_ahead": maker.draws_ahead}
     return LoadedStage(
         maker=maker,
         split=split,
@@ -255,6 +257,7 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
         shards=shards,
         num_pages=tuple(stage["pages"] for stage in counting.answers),
         equal_decodes=all(stage["equal_decodes"] for stage in counting.answers),
+        draws_ahead=all(stage["draws_ahead"] for stage in counting.answers),
         moves_head=all(loading.answers[mesh.leader(replica)]["head"] for replica in range(mesh.replicas)),
     )
 
@@ -281,6 +284,7 @@ def agree_on_run(member: Member, loaded: LoadedStage) -> ResolvedRun:
             attention=maker.attention,
             moves_head=loaded.moves_head,
             equal_decodes=loaded.equal_decodes,
+            draws_ahead=loaded.draws_ahead,
         )
         step.own = {name: value for name, value in dataclasses.asdict(run).items() if name not in _RANKS_OWN}
     return run
@@ -479,6 +483,7 @@ def _trace_start(member: Member, loaded: LoadedStage, run: ResolvedRun, offset: 
         num_replicas=member.mesh.replicas,
         replica_offset_s=offset.offset_s if coordinate.leads else 0.0,
         prefix_cache=run.prefix_cache,
+        issues_ahead=run.issues_ahead,
     )
 
 

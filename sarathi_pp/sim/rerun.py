@@ -192,6 +192,7 @@ class Rerun:
             inflight=start.inflight,
             prefix_cache="off",  # a trace has no token ids, and the prompts of `_requests` are all equal
             num_slots=seats if keeps_states else 0,
+            issues_ahead=start.issues_ahead,
         )
         hosts_s = tuple(host_seconds(timeline))
         most_pages = max(max_pages or 0, start.num_pages)
@@ -267,6 +268,8 @@ class Rerun:
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         if limits.num_slots:
             given["num_slots"] = given.get("max_num_seqs", limits.num_slots)
+        if limits.num_stages > 1 or change.inflight is not None:
+            given["issues_ahead"] = False
         return policy, replace(limits, **given), cost
 
     def _pages(self, change: Change, cost: CostModel) -> int:

@@ -214,6 +214,7 @@ def resolve(
     attention: str,
     moves_head: bool = False,
     equal_decodes: bool = False,
+    draws_ahead: bool = False,
 ) -> ResolvedRun:
     """Return the resolved run: the user's options, with a value for each option that was left open.
 
@@ -224,6 +225,7 @@ def resolve(
         pages: number of KV pages that each stage can hold. The run uses the smallest.
         moves_head: see ResolvedRun.
         equal_decodes: see StageMaker, of all stages.
+        draws_ahead: the same.
 
     Raises:
         ConfigError: --max-model-len is larger than the number of positions that the model supports.
@@ -250,6 +252,8 @@ def resolve(
         tensor_parallel_size=config.tensor_parallel_size,
         moves_head=moves_head,
         prefix_cache=limits.prefix_cache,
+        # Not if the user has chosen the number of microbatches in flight. The ranks of a sharded stage do not draw.
+        issues_ahead=draws_ahead and config.inflight is None and len(layers) == config.tensor_parallel_size == 1,
     )
 
 
@@ -322,4 +326,5 @@ def limits_of(run: ResolvedRun, facts: ModelFacts) -> Limits:
         prefix_cache=run.prefix_cache,
         most_idle_pages=most_idle_pages(run.device, run.num_pages),
         num_slots=_num_slots(facts, run.max_num_seqs),
+        issues_ahead=run.issues_ahead,
     )

@@ -152,6 +152,7 @@ class EmulatedStages:
     state_backend = "emulated"
     device_name = "emulated"
     equal_decodes = True
+    draws_ahead = False
 
     def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:
         self.has_head = moves_head

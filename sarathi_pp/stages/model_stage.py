@@ -22,8 +22,10 @@ from sarathi_pp.checkpoint.tensor_file import ReadCount
 from sarathi_pp.config import ResolvedRun, RunConfig
 from sarathi_pp.core.plan import MicroBatch
 from sarathi_pp.core.policy import Limits, parse_policy
+from sarathi_pp.core.sequence import EXPECTED
 from sarathi_pp.drawing.drawer import Drawer
 from sarathi_pp.drawing.grammar import GrammarThread
+from sarathi_pp.drawing.latest_draw import LatestDraw
 from sarathi_pp.drawing.sampling import sample
 from sarathi_pp.errors import CapacityError, ConfigError, ProtocolError
 from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
@@ -38,7 +40,7 @@ from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from sarathi_pp.model.state.choice import state_backend
 from sarathi_pp.model.tensor_parallel import TensorShard
-from sarathi_pp.model.triton_available import why_no_kernels
+from sarathi_pp.model.triton_available import has_kernels, why_no_kernels
 from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.capacity import (
     DeviceMemory,
@@ -50,7 +52,7 @@ from sarathi_pp.stages.capacity import (
 )
 from sarathi_pp.stages.prompt_scoring import PromptScoring
 from sarathi_pp.stages.stage import Compute, StageOutput
-from sarathi_pp.stages.token_draw import TokenDraw, WaitCount
+from sarathi_pp.stages.token_draw import TokenDraw, WaitCount, remembered
 from sarathi_pp.stages.tokenizer_files import TokenizerFiles
 from sarathi_pp.stages.working_memory import (
     DRAWN,
@@ -105,6 +107,7 @@ class ModelStages:
         self.state_backend = state_backend(facts.caches, dtype, device)
         self.equal_decodes = has_equal_decodes(dtype, self.attention, self.products)
         self.device_name = device.type
+        self.draws_ahead = device.type == "cuda" and has_kernels(device)
         self._config = config
         self._backend = backend
         self._model_dir = model_dir
@@ -197,6 +200,7 @@ class ModelStages:
             graphs=graphs,
             debug_nan=debug_nan,
             grammars=GrammarThread(TokenizerFiles(self._model_dir)),
+            ahead=run.issues_ahead,
         )
 
     def _has_graphs(self) -> bool:
@@ -294,6 +298,7 @@ class ModelStage:
         graphs: CUDA graphs of the stage's work; None without graphs.
         debug_nan: check every output and report the sequences with NaN or infinity.
         grammars: computes the masks of requests with a grammar.
+        ahead: see ResolvedRun.issues_ahead.
     """
 
     def __init__(
@@ -308,6 +313,7 @@ class ModelStage:
         graphs: StageGraphs | None = None,
         debug_nan: bool = False,
         grammars: GrammarThread | None = None,
+        ahead: bool = False,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -323,6 +329,7 @@ class ModelStage:
         self._waits = WaitCount()
         self._grammars = grammars
         self._drawer = Drawer(grammars)
+        self._latest = LatestDraw() if ahead else None
         self._token_draws: dict[int, TokenDraw] = {}  # of the microbatches in flight whose LM head is computed here
 
     @property
@@ -361,7 +368,9 @@ class ModelStage:
             draw.begin()
             y = forward(hidden)
             if self.model.has_lm_head:
-                return StageOutput(rows=y) if microbatch.head_on_first else draw.output(y)
+                if microbatch.head_on_first:
+                    return StageOutput(rows=y)
+                return draw.output(y) if self._latest is None else draw.launch(y, self._latest)
             return StageOutput(hidden=y, bad=_not_finite(y, microbatch) if self._debug_nan else ())
 
         return compute
@@ -369,13 +378,13 @@ class ModelStage:
     def _prepare_scores(self, scoring: PromptScoring, spans: list[Span], ids: array[int]) -> Compute:
         """Prepare a microbatch with scored tokens on the last stage. CUDA graphs have too few rows of logits."""
         inputs = build_inputs(spans, scoring.rows, self.kv.page_size, self.device)
-        token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
+        token_ids = self._token_ids(ids)
 
         def compute(hidden: Tensor | None) -> StageOutput:
-            x = token_ids if hidden is None else hidden
-            assert x is not None, "a stage that does not embed gets activations"
+            x = token_ids() if hidden is None else hidden
             scoring.begin()
-            return scoring.output(self.model.rows_head(), self.model.forward_rows(x, inputs, self.kv))
+            output = scoring.output(self.model.rows_head(), self.model.forward_rows(x, inputs, self.kv))
+            return output if self._latest is None else remembered(output, self._latest, self.device)
 
         return compute
 
@@ -399,20 +408,35 @@ class ModelStage:
             ids: token ids of all chunks.
             logit_rows: rows of the microbatch for which the LM head is computed.
         """
-        graph = self._graphs.prepare(spans, logit_rows, ids) if self._graphs is not None else None
-        if graph is not None:
-            return graph
+        if self._graphs is not None:
+            graph = self._graphs.prepare(spans, logit_rows, ids, self._fill(ids))
+            if graph is not None:
+                return graph
         inputs = build_inputs(spans, logit_rows, self.kv.page_size, self.device)
-        token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
+        token_ids = self._token_ids(ids)
 
         def forward(hidden: Tensor | None) -> Tensor:
-            x = token_ids if hidden is None else hidden
-            assert x is not None, "a stage that does not embed gets activations"
+            x = token_ids() if hidden is None else hidden
             if self.model.has_lm_head and microbatch.head_on_first:
                 return self.model.forward_rows(x, inputs, self.kv)
             return self.model.forward(x, inputs, self.kv)
 
         return forward
+
+    def _token_ids(self, ids: array[int]) -> Callable[[], Tensor]:
+        """Return a function that returns the token ids on the device, with the tokens that were drawn last."""
+        fill = self._fill(ids)
+        token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
+
+        def found() -> Tensor:
+            assert token_ids is not None, "a stage that does not embed gets activations"
+            return token_ids if fill is None else fill(token_ids)
+
+        return found
+
+    def _fill(self, ids: array[int]) -> Callable[[Tensor], Tensor] | None:
+        """Return the function that replaces the codes of expected tokens; None if there are none."""
+        return self._latest.fill if self._latest is not None and min(ids) < 0 else None
 
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """Compute microbatches of synthetic tokens, and draw a token greedily and at random.
@@ -479,6 +503,8 @@ class ModelStage:
                     )
                 table.extend(new_pages)
             spans.append(Span(start, num_tokens, table, not decode, long_factors, slots.get(sequence, -1)))
+            if self._latest is not None and token_ids[0] == EXPECTED:
+                token_ids = (self._latest.code(sequence),)
             ids.extend(token_ids)
         return spans, ids
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -54,6 +55,19 @@ class _Span(NamedTuple):
     release: Callable[[], None]
 
 
+class _Launched(NamedTuple):
+    """A microbatch whose output is not handed on yet.
+
+    Attributes:
+        retried: the stage ran out of memory, and computed it at a second attempt.
+    """
+
+    frame: MicroBatchFrame
+    output: StageOutput
+    retried: bool
+    span: _Span
+
+
 class StageRunner:
     """A runner of microbatches on this rank's stage, which sends the results to the next one.
 
@@ -61,6 +75,9 @@ class StageRunner:
     recorded, and its input buffer is released, while a later microbatch runs. Only the last stage waits for the GPU,
     because its result says that every stage has completed the microbatch. So the number of microbatches without times
     never exceeds the number in flight.
+
+    If tokens are read later (StageOutput.later), the host first launches the next microbatch, and then waits for this
+    one. So a device that draws tokens always has work.
 
     Args:
         downstream: sends to the next stage, or from the last stage to the coordinator.
@@ -101,6 +118,7 @@ class StageRunner:
         self._recorder = recorder
         self._clock = clock
         self._timer = timer
+        self._launched: deque[_Launched] = deque()
         self._unsettled: deque[_Span] = deque()
         self._settled: deque[tuple[Callable[[], None], Callable[[], ComputeSpan]]] = deque()
         self._untold: deque[StageTime] = deque()
@@ -117,9 +135,14 @@ class StageRunner:
         return self._in_step
 
     @property
-    def num_sent(self) -> int:
-        """Number of microbatches whose output was handed to the next stage."""
-        return self._num_sent
+    def num_unsent(self) -> int:
+        """Number of microbatches that were launched, and whose result is not sent yet."""
+        return len(self._launched)
+
+    @property
+    def num_taken(self) -> int:
+        """Number of microbatches whose output was handed to the next stage, or will be."""
+        return self._num_sent + len(self._launched)
 
     def run(
         self,
@@ -130,6 +153,8 @@ class StageRunner:
     ) -> None:
         """Compute one microbatch and hand its output to the next stage, or its tokens to the coordinator.
 
+        If its tokens are read later, they are handed on by the next call, or by `send_results`.
+
         Args:
             hidden: input activations; None on the first stage.
             arrived: point at which the input was complete on this rank.
@@ -137,9 +162,18 @@ class StageRunner:
         """
         self._progress.busy = True
         try:
-            self._run(frame, hidden, arrived, release)
-            self._progress.num_done += 1
+            launched = self._launch(frame, hidden, arrived, release)
+            self._launched.append(launched)
+            self._hand_on(0 if launched.output.later is None else 1)
         finally:  # after an error this rank may do other work, and its heartbeats must not say that it hangs here
+            self._progress.busy = False
+
+    def send_results(self) -> None:
+        """Wait for the microbatches that were launched, and hand on their tokens."""
+        self._progress.busy = True
+        try:
+            self._hand_on(0)
+        finally:
             self._progress.busy = False
 
     def finish(
@@ -174,7 +208,9 @@ class StageRunner:
         finally:
             self._progress.busy = False
 
-    def _run(self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]) -> None:
+    def _launch(
+        self, frame: MicroBatchFrame, hidden: Tensor | None, arrived: Mark, release: Callable[[], None]
+    ) -> _Launched:
         clock, microbatch = self._clock, frame.microbatch
         for shard in self._shards:
             self._in_step = False
@@ -184,21 +220,37 @@ class StageRunner:
         before_s = self._shard_group.spent_s if self._shard_group is not None else 0.0
         start_cpu_s, start = clock.thread_cpu(), self._timer.mark()
         output, retried = self._compute(compute, hidden, microbatch)
-        short = frame.short or retried
         end = self._timer.mark()
-        if output.hidden is None:
+        if output.hidden is None and output.later is None:
             end.wait()
         cpu_s = clock.thread_cpu() - start_cpu_s if self._stage.counts_cpu else None
         summed_s = self._shard_group.spent_s - before_s if self._shard_group is not None else None
+        span = _Span(microbatch, arrived, start, end, cpu_s, summed_s, output.mask_s, release)
+        return _Launched(frame, output, retried, span)
+
+    def _hand_on(self, num_left: int) -> None:
+        """Hand on the output of the oldest launched microbatches, all but `num_left`."""
+        while len(self._launched) > num_left:
+            oldest = self._launched[0]
+            if oldest.output.later is not None:
+                oldest.span.end.wait()  # an interrupt here loses nothing
+                oldest = oldest._replace(output=replace(oldest.output, tokens=oldest.output.later(), later=None))
+            self._launched.popleft()
+            self._send(oldest)
+
+    def _send(self, launched: _Launched) -> None:
+        """Hand the output of a microbatch to the next stage."""
+        frame, output, retried, span = launched
         self._in_step = False
-        self._unsettled.append(_Span(microbatch, arrived, start, end, cpu_s, summed_s, output.mask_s, release))
+        self._unsettled.append(span)
         self._settle()
-        own = self._untold.popleft() if self._untold else StageTime(microbatch.index, 0.0)
+        own = self._untold.popleft() if self._untold else StageTime(frame.microbatch.index, 0.0)
         stage_times = (*frame.stage_times, own)
         try:
             self._reserve()
-            self._downstream.send(*self._message(frame, output, stage_times, short))
+            self._downstream.send(*self._message(frame, output, stage_times, frame.short or retried))
             self._num_sent += 1
+            self._progress.num_done += 1
             self._in_step = True
         finally:  # record what was computed, even if a neighbour is lost
             # Sending may have waited for the device, so its times are known now, with the least uncertainty.

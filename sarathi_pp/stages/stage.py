@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,8 @@ class StageOutput:
         hidden: activations for the next stage, (T, hidden_size) for T tokens. None on the last stage.
         tokens: tokens that the last stage drew, or the first stage if it computes the LM head.
         prompt_logprobs: those of the microbatch's scored tokens.
+        later: waits for nothing and returns `tokens`, once the device has computed the microbatch. Set instead of
+            `tokens` if the host need not wait for the device before it launches the next microbatch.
         mask_s: seconds in which drawing waited for masks of grammars; None if no row has a grammar.
         rows: inputs of the LM head, (n, hidden_size) for n tokens to draw. Set if the last stage leaves the LM head to
             the first stage.
@@ -33,6 +35,7 @@ class StageOutput:
     bad: tuple[int, ...] = ()
     prompt_logprobs: tuple[ChunkLogprobs, ...] = ()
     mask_s: float | None = None
+    later: Callable[[], tuple[SampledToken, ...]] | None = None
 
 
 class Compute(Protocol):
@@ -114,6 +117,8 @@ class StageMaker(Protocol):
             no such layers.
         device_name: type of the device, for the reports.
         equal_decodes: a decode writes the same keys and values as a prompt chunk would, to the last bit.
+        draws_ahead: the stage can compute a decode of a token that it drew in the microbatch before, when the host does
+            not know the token yet.
         has_head: True if the run wants the first stage to have the LM head too. On the first stage, `load` sets it to
             False if there is no room.
         reading: an object whose text shows how much of the weights `load` has read.
@@ -131,6 +136,8 @@ class StageMaker(Protocol):
     def device_name(self) -> str: ...
     @property
     def equal_decodes(self) -> bool: ...
+    @property
+    def draws_ahead(self) -> bool: ...
     @property
     def has_head(self) -> bool: ...
     @property

@@ -5,11 +5,15 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from sarathi_pp.core.plan import MicroBatch, SampledToken
-from sarathi_pp.drawing.draw import Edits, draw
+from sarathi_pp.core.plan import MicroBatch, SampledToken, SamplingRow
+from sarathi_pp.drawing.draw import Drawn, Edits, draw
 from sarathi_pp.drawing.grammar import GrammarThread
+from sarathi_pp.drawing.latest_draw import LatestDraw
+from sarathi_pp.drawing.sampling import launch
+from sarathi_pp.model.inputs import on_device, pinned
 from sarathi_pp.stages.stage import StageOutput
 from sarathi_pp.trace.clock import SystemClock
 
@@ -83,11 +87,35 @@ class TokenDraw:
         mask_s = clock.now() - start_s
         return StageOutput(tokens=self._draw(logits), mask_s=mask_s)
 
+    def launch(self, logits: Tensor, latest: LatestDraw) -> StageOutput:
+        """Let the device draw what `output` draws, and keep the ids there for the next microbatch.
+
+        The host does not wait, unless a request has rules: these draw on the host.
+        """
+        if self._edits:
+            return remembered(self.output(logits), latest, logits.device)
+        ids = launch(logits, self._sampling())
+        copy = pinned(torch.empty(ids.shape, dtype=ids.dtype), ids.device)
+        copy.copy_(ids, non_blocking=True)
+        latest.put([chunk.sequence for chunk in self.chunks], ids)
+        return StageOutput(later=lambda: self._tokens([Drawn.of(token, token < 0) for token in copy.tolist()]))
+
     def _draw(self, logits: Tensor) -> tuple[SampledToken, ...]:
-        rows = [chunk.sampling for chunk in self.chunks if chunk.sampling is not None]
-        if not rows:
-            return ()
+        rows = self._sampling()
+        return self._tokens(draw(logits, rows, self._edits)) if rows else ()
+
+    def _sampling(self) -> list[SamplingRow]:
+        return [chunk.sampling for chunk in self.chunks if chunk.sampling is not None]
+
+    def _tokens(self, found: list[Drawn]) -> tuple[SampledToken, ...]:
         return tuple(
             SampledToken(chunk.sequence, chunk.epoch, token_id, failure, logprobs=logprobs)
-            for chunk, (token_id, failure, logprobs) in zip(self.chunks, draw(logits, rows, self._edits), strict=True)
+            for chunk, (token_id, failure, logprobs) in zip(self.chunks, found, strict=True)
         )
+
+
+def remembered(output: StageOutput, latest: LatestDraw, device: torch.device) -> StageOutput:
+    """Keep the ids of tokens that the host has drawn for the next microbatch, and return the output."""
+    ids = torch.tensor([token.token_id for token in output.tokens], dtype=torch.int64)
+    latest.put([token.sequence for token in output.tokens], on_device(ids, device))
+    return output

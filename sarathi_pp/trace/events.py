@@ -48,6 +48,7 @@ class TraceStart:
             rank that leads this replica.
         replica_offset_s: seconds to add to a time on that rank's clock to get the time on the run's clock.
         prefix_cache: mode of the prefix cache.
+        issues_ahead: one more microbatch than `inflight` may be in flight. See Limits.
     """
 
     at_s: float
@@ -70,7 +71,13 @@ class TraceStart:
     num_replicas: int = 1
     replica_offset_s: float = 0.0
     prefix_cache: PrefixCacheMode = "off"
+    issues_ahead: bool = False
     schema: str = SCHEMA
+
+    @property
+    def most_inflight(self) -> int:
+        """Return the most microbatches in flight."""
+        return self.inflight + self.issues_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +363,7 @@ _SHORT = {
 _OPTIONAL: dict[str, object] = {
     "mask_s": None,
     "prefix_cache": "off",
+    "issues_ahead": False,
     **dict.fromkeys(("idle_pages", "cached_tokens", "resumed_tokens", "evictions"), 0),
 }
 
@@ -379,6 +387,7 @@ def _are_ints(value: object) -> bool:
 # For each type of a field: the check that a value read from JSON is legal.
 _LEGAL: dict[object, Callable[[object], bool]] = {
     int: _is_int,
+    bool: lambda value: type(value) is bool,
     float: _is_number,
     str: lambda value: type(value) is str,
     int | None: lambda value: value is None or _is_int(value),

@@ -11,6 +11,7 @@ from sarathi_pp.core.plan import SampledToken, StepResult
 from sarathi_pp.core.policy import make_policy
 from sarathi_pp.core.policy.view import Limits
 from sarathi_pp.core.request import Completion, Request
+from sarathi_pp.core.sequence import EXPECTED
 from sarathi_pp.sampling_params import SamplingParams
 
 EOS = 7
@@ -50,13 +51,17 @@ def expected_output(request: Request, limit: int) -> tuple[tuple[int, ...], str]
 
 
 class StandInPipeline:
-    """Stages that check what real ones rely on: contiguous KV, pages for every position, one owner per page."""
+    """Stages that check what real ones rely on: contiguous KV, pages for every position, one owner per page.
+
+    If a token comes without its id, it must be one that the microbatch before has drawn.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.tables: dict[int, list[int]] = {}
         self.written: dict[int, int] = {}
         self.long_factors: dict[int, bool] = {}
+        self.drawn: dict[int, int] = {}  # position of the token that the microbatch before drew, by sequence
 
     def run(self, microbatch) -> StepResult:
         for index in microbatch.freed:
@@ -72,12 +77,15 @@ class StandInPipeline:
                 self.long_factors[chunk.sequence] = chunk.long_factors
             assert self.long_factors[chunk.sequence] == chunk.long_factors, "two sets of factors in one sequence"
             assert len(chunk.token_ids) == chunk.num_tokens
+            if EXPECTED in chunk.token_ids:
+                assert self.limits.issues_ahead and chunk.decode and self.drawn[chunk.sequence] == chunk.start
             assert len(table) == -(-chunk.end // self.limits.page_size)
             if chunk.sampling is not None:
                 assert chunk.sampling.position == chunk.end
                 after = self.limits.longrope_after
                 assert chunk.long_factors == (after is not None and chunk.end > after)
                 tokens.append(SampledToken(chunk.sequence, chunk.epoch, drawn_token(chunk.sequence, chunk.end)))
+        self.drawn = {chunk.sequence: chunk.end for chunk in microbatch.chunks if chunk.sampling is not None}
         held = [page for table in self.tables.values() for page in table]
         assert len(held) == len(set(held)), "a page with two owners"
         assert len({chunk.sequence for chunk in microbatch.chunks}) == len(microbatch.chunks)

@@ -30,12 +30,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         spec=st.sampled_from([*POLICIES]),
         stages=st.integers(1, 3),
         extra=st.integers(0, 1),
+        ahead=st.booleans(),
         chunk_size=st.sampled_from([1, 5, 16]),
         max_num_seqs=st.integers(1, 6),
         num_pages=st.integers(MAX_MODEL_LEN // PAGE_SIZE, 16),
     )
-    def begin(self, spec, stages, extra, chunk_size, max_num_seqs, num_pages):
-        self.limits = Limits(stages, chunk_size, max_num_seqs, MAX_MODEL_LEN, PAGE_SIZE, num_pages, stages + extra)
+    def begin(self, spec, stages, extra, ahead, chunk_size, max_num_seqs, num_pages):
+        sizes = stages, chunk_size, max_num_seqs, MAX_MODEL_LEN, PAGE_SIZE, num_pages, stages + extra
+        self.limits = Limits(*sizes, issues_ahead=ahead and stages + extra == 1)
         self.spec = spec
         self.unanswered = {}  # by index: of this coordinator or, after withdrawal, of the next
         self.withdrawn = {}
@@ -116,7 +118,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         held = [page for sequence in coordinator._running.values() for page in sequence.pages]
         assert len(held) == len(set(held)) == pool.num_pages - pool.num_free
         assert coordinator.num_running <= self.limits.max_num_seqs
-        assert len(self.inflight) == coordinator.num_inflight <= self.limits.inflight
+        assert len(self.inflight) == coordinator.num_inflight <= self.limits.most_inflight
         for sequence in coordinator._running.values():
             assert 0 <= sequence.done <= sequence.issued <= sequence.known
 

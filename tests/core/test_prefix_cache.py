@@ -19,7 +19,7 @@ from sarathi_pp.core.policy import POLICIES, make_policy, parse_policy
 from sarathi_pp.core.policy.sarathi import Sarathi
 from sarathi_pp.core.policy.view import Grant, Limits, View
 from sarathi_pp.core.request import Completion, Request
-from sarathi_pp.core.sequence import Sequence
+from sarathi_pp.core.sequence import EXPECTED, Sequence
 from sarathi_pp.sampling_params import SamplingParams
 from tests.thinning import examples
 
@@ -49,6 +49,9 @@ class Work:
             self.limits = replace(self.limits, longrope_after=longest // 2)
         if draw.random() < 0.3:
             self.limits = replace(self.limits, most_idle_pages=draw.randrange(pages))
+        # From numbers of its own, so that every seed keeps its other choices.
+        ahead = self.limits.inflight == 1 and random.Random(f"ahead {self.seed}").random() < 0.7
+        self.limits = replace(self.limits, issues_ahead=ahead)
         self.spec = draw.choice(SPECS)
         begins = [[draw.randrange(1, 5) for _ in range(longest)] for _ in range(3)]
         self.requests = [self._request(index, draw, begins) for index in range(draw.randrange(5, 40))]
@@ -84,6 +87,7 @@ class Shadow:
         self.salts: dict[int, str] = {}  # of the sequence that last wrote a page
         self.tables: dict[int, list[int]] = {}
         self.sequences: dict[int, Sequence] = {}
+        self.tokens: dict[int, list[int]] = {}  # of each sequence, also those that only the stage knows
         self.answers: dict[int, Completion] = {}
         self.inflight: deque[MicroBatch] = deque()
 
@@ -139,6 +143,7 @@ class Shadow:
             self.answers[request.index] = completion
         else:
             self.sequences[request.index] = self.coordinator._waiting[-1]
+            self.tokens[request.index] = list(request.prompt_token_ids)
 
     def _write(self, microbatch: MicroBatch, shared: set[int]) -> None:
         """Check what the chunks read, which earlier microbatches must have written. Then write what they write.
@@ -155,11 +160,18 @@ class Shadow:
             assert table or not chunk.decode, "a sequence begins with a decode"
             begins = not table
             table.extend(chunk.new_pages)
-            tokens = tuple(sequence.tokens)
+            tokens = tuple(self.tokens[chunk.sequence])
             assert bool(chunk.rules) == (begins and sequence.request.rules is not None)
             if chunk.rules:
                 assert split_first_bytes(chunk.rules)[1] == tokens[: chunk.start]
-            assert tokens[chunk.start : chunk.end] == chunk.token_ids and len(table) == -(-chunk.end // size)
+            if self.work.limits.issues_ahead and chunk.token_ids == (EXPECTED,):
+                assert chunk.decode and sequence.request.rules is None
+            else:
+                assert tokens[chunk.start : chunk.end] == chunk.token_ids
+            assert len(table) == -(-chunk.end // size)
+            if chunk.decode:  # the output goes on after its token, as far as it is known
+                longest = sequence.num_prompt + sequence.request.sampling.max_new_tokens
+                assert chunk.end < min(longest, self.work.limits.max_model_len)
             for position in range(chunk.start):
                 found, is_long, decoded = self.written[table[position // size], position % size]
                 assert found == tokens[: position + 1] and is_long == chunk.long_factors, f"{chunk} reads {position}"
@@ -173,6 +185,8 @@ class Shadow:
                 self.salts[place[0]] = sequence.request.cache_salt
                 assert place[0] not in shared, "a page of two sequences is written again"
                 assert position >= len(sequence.found) * size, "a page that was found is written again"
+            if chunk.sampling is not None:
+                self.tokens[chunk.sequence][chunk.end :] = [hash(tokens[: chunk.end]) % 5]
         self.written |= new
 
     def _complete(self, microbatch: MicroBatch) -> None:
@@ -186,8 +200,7 @@ class Shadow:
     def _drawn(self, chunk: Chunk) -> SampledToken:
         if chunk.sequence == self.work.broken:
             return SampledToken(chunk.sequence, chunk.epoch, 0, failure=Failure.NOT_FINITE)
-        before = tuple(self.sequences[chunk.sequence].tokens[: chunk.end])
-        return SampledToken(chunk.sequence, chunk.epoch, hash(before) % 5)
+        return SampledToken(chunk.sequence, chunk.epoch, self.tokens[chunk.sequence][chunk.end])
 
     def check_books(self) -> None:
         """Check the pool's books against the tables, and the two rules of the index."""
@@ -329,6 +342,31 @@ def test_outputs_are_found_too_unless_only_prompts_are_wanted() -> None:
             small.step()
         small.submit(1, 2, 3, 4, 9, 9, 9, 9, 5, 6)
         assert small.issue() == begin, mode
+
+
+def test_outputs_are_found_when_their_tokens_are_known_if_they_are_issued_ahead() -> None:
+    small = Small(inflight=1, issues_ahead=True)
+    small.submit(1, 2, 3, 4, outputs=7)
+    assert [small.issue(), small.issue(), small.issue()] == ["s0:0+4", "s0:4", ""]
+    for _ in range(4):
+        small.complete()
+        small.issue()
+    assert small.coordinator._running[0].issued == 9, "the second page is full, and one more token is in flight"
+    for _ in range(2):
+        small.submit(1, 2, 3, 4, 9, 9, 9, 9, 5, 6)
+    small.complete()
+    assert small.issue() == "s1:8+2 s2:8+2 s0:9"
+
+
+def test_a_sequence_that_fills_all_pages_is_not_preempted_for_a_token_that_has_no_place() -> None:
+    small = Small(inflight=1, issues_ahead=True, num_pages=2)
+    small.submit(1, 2, 3, 4, outputs=9)
+    small.issue()
+    ended: list[Completion] = []
+    for _ in range(5):
+        small.issue()
+        ended += small.complete()
+    assert (ended[0].error_code, ended[0].num_preemptions, len(ended[0].token_ids)) == ("kv_cache_exhausted", 0, 5)
 
 
 def test_a_prompt_is_divided_evenly_after_the_pages_that_were_found() -> None:

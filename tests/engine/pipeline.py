@@ -183,12 +183,14 @@ def run_pipeline(
     cost: CostModel | None = None,
     moves_head: bool = True,
     two_shards: bool = False,
+    ahead: bool = False,
     prefix_cache: PrefixCacheMode = "off",
 ) -> Outcome:
     """Run a pipeline.
 
     Args:
         moves_head: the first stage computes every other head instead of the last stage.
+        ahead: decodes are issued before their tokens are known. It takes one stage.
         two_shards: each stage is two tensor shards, in float32. No head moves.
     """
     facts, models = stage_models(directory, stages, dtype, layer_split)
@@ -196,7 +198,7 @@ def run_pipeline(
     clock = SystemClock()
     sizes = stages, chunk_size, max_num_seqs, max_model_len, page_size, num_pages, inflight
     num_slots = max_num_seqs if facts.has_states else 0
-    limits = Limits(*sizes, facts.longrope_after, prefix_cache, num_slots=num_slots)
+    limits = Limits(*sizes, facts.longrope_after, prefix_cache, num_slots=num_slots, issues_ahead=ahead)
     recorders = [ListRecorder() for _ in range(stages)]
     moves_head = moves_head and stages > 1 and not two_shards
     facts = facts.sharded(2 if two_shards else 1)
@@ -208,7 +210,7 @@ def run_pipeline(
         kv = KVShard(chain[index].layers, num_pages, page_size, facts.caches, dtype, CPU, num_slots=num_slots)
         head = head_of(directory, dtype) if moves_head and index == 0 else None
         grammars = GrammarThread(TokenizerFiles(directory))
-        stage = ModelStage(chain[index], kv, facts.hidden_size, dtype, CPU, head, grammars=grammars)
+        stage = ModelStage(chain[index], kv, facts.hidden_size, dtype, CPU, head, grammars=grammars, ahead=ahead)
         way_out = NoSender() if shard and index == stages - 1 else edges[shard][index]
         recorder, others = ListRecorder() if shard else recorders[index], () if shard or index else headers
         runners[shard, index] = StageRunner(

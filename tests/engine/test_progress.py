@@ -29,7 +29,7 @@ class OneSecondPipeline:
     def __init__(self, results: QueueChannel, clock: ManualClock) -> None:
         self._results = results
         self._clock = clock
-        self.num_sent = 0
+        self.num_taken = self.num_unsent = 0
 
     def run(self, frame, hidden, arrived_s) -> None:
         self._clock.sleep(1.0)
@@ -37,7 +37,10 @@ class OneSecondPipeline:
         tokens = tuple(SampledToken(c.sequence, c.epoch, 7) for c in chunks if c.sampling is not None)
         times = tuple(StageTime(frame.microbatch.index, seconds) for seconds in COMPUTE_S)
         self._results.send(StepResult(frame.microbatch.index, tokens, times))
-        self.num_sent += 1
+        self.num_taken += 1
+
+    def send_results(self) -> None:
+        pass
 
     def close(self) -> None:
         self._results.close()

@@ -115,6 +115,9 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if target is not None and torch.device(target).type == "cpu":
         _wait_for_copy(name, args, kwargs, number)
         return found
+    if crosses and name == "aten::copy_" and not isinstance(args[0], MockTensor):
+        _wait_for_copy(name, args, kwargs, number)
+        return args[0]
     result = _wrapped(found, flat, here, number, fresh=name in _EMPTY)
     if crosses:
         _wait_for_copy(name, args, kwargs, number)
@@ -176,16 +179,18 @@ def _look_at_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     asynchronous, source = _is_asynchronous(name, args, kwargs), args[1] if name == "aten::copy_" else args[0]
     if isinstance(source, MockTensor):
         forbid_in_capture("a copy to the host")
-        if asynchronous:
+        if asynchronous and not (name == "aten::copy_" and TIMELINE.is_pinned(args[0])):
             raise MockGpuError("a copy to the host that nobody waits for: what it gives is not there yet")
     elif not (TIMELINE.is_pinned(source) and asynchronous):
         forbid_in_capture("a copy from memory that is not pinned")
 
 
 def _wait_for_copy(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> None:
-    """Make the host wait for the copy, unless it is asynchronous and from pinned memory."""
+    """Make the host wait for the copy, unless it is asynchronous and from or to pinned memory."""
     source = args[1] if name == "aten::copy_" else args[0]
-    if isinstance(source, MockTensor):
+    if isinstance(source, MockTensor) and _is_asynchronous(name, args, kwargs):
+        TIMELINE.writes_later(number, args[0])
+    elif isinstance(source, MockTensor):
         TIMELINE.wait(TIMELINE.point(number), "copy to the host")
     elif TIMELINE.is_pinned(source) and _is_asynchronous(name, args, kwargs):
         TIMELINE.reads_later(number, source)

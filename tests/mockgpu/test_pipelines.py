@@ -58,7 +58,7 @@ def generate(
 @pytest.mark.parametrize(
     ("gpus", "options", "transport"),
     [
-        pytest.param(1, ("--stages", "1"), "gloo", marks=pytest.mark.full),
+        (1, ("--stages", "1"), "gloo"),
         pytest.param(1, ("--stages", "2"), "gloo", marks=pytest.mark.full),
         (2, ("--stages", "2"), "nccl"),
         pytest.param(2, ("--stages", "2", "--replicas", "2"), "gloo", marks=pytest.mark.full),
@@ -71,6 +71,7 @@ def test_pipelines_by_graphs(
 ) -> None:
     run, report = generate(reference, tmp_path, gpus, *options)
     assert (run["transport"], run["attention"]) == (transport, "triton")
+    assert run["issues_ahead"] == ("1" in options)
     assert all(stage["graph_hit_rate"] == 1.0 for stage in report["per_stage"])
 
 

@@ -86,6 +86,17 @@ def test_new_memory_may_still_be_in_use_by_what_its_stream_did_before():
         timeline.launch(SIDE, "a receive", (), (x,))
 
 
+def test_pinned_memory_has_other_bits_until_the_host_has_waited_for_a_copy_to_it():
+    timeline, x = Timeline(), torch.tensor([3, 4])
+    timeline.launch(COMPUTING, "copy", (), ())
+    timeline.writes_later(COMPUTING, x)
+    point = timeline.point(COMPUTING)
+    timeline.launch(COMPUTING, "later work", (), ())
+    assert x.tolist() != [3, 4]
+    timeline.wait(point, "an event")
+    assert x.tolist() == [3, 4]
+
+
 def test_pinned_memory_stays_as_it_is_until_it_is_copied(tmp_path, monkeypatch):
     monkeypatch.setenv("MOCK_GPU_HAZARDS", str(tmp_path / "hazards"))
     timeline, x = Timeline(), torch.zeros(4)

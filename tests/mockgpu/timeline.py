@@ -139,6 +139,16 @@ class Timeline:
 
         self.later(stream, check)
 
+    def writes_later(self, stream: int, target: torch.Tensor) -> None:
+        """Record a stream's copy to the host's pinned memory, which holds other bits until the host has waited."""
+        numbers = target.clone()
+        target.reshape(-1).view(torch.uint8).fill_(0x55)
+
+        def arrive() -> None:
+            target.copy_(numbers)
+
+        self.later(stream, arrive)
+
     def pin(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         with self._lock:

@@ -36,8 +36,10 @@ class TensorRTLLM(Policy):
     equal: int = parameter(0, least=0, most=1)
 
     def pick(self, view: View) -> list[Grant]:
-        paused = [s for s in view.running.values() if s.remaining and s.done == s.issued]
-        chosen = sorted((*paused, *view.waiting), key=lambda sequence: sequence.order)[: view.limits.max_decodes]
+        paused = [sequence for sequence in view.prefills if sequence.done == sequence.issued]
+        chosen = sorted((*view.decodes, *paused, *view.waiting), key=lambda sequence: sequence.order)[
+            : view.limits.max_decodes
+        ]
         budget = self.max_tokens(view.limits)
         decodes = [Grant(sequence, 1) for sequence in chosen if sequence.decoding][:budget]
         prompts = [sequence for sequence in chosen if not sequence.decoding]

@@ -64,6 +64,9 @@ class Limits:
         num_slots: number of state slots, one for each sequence that can run at once, see state_slots.py. 0: the model
             keeps no states. Stages apply the tokens of a sequence to its state one after the other, so any cut of a
             prompt into chunks gives the same bits. No policy has to know about states.
+        issues_ahead: one more microbatch may be in flight, so that a device never waits for the host. Policies do not
+            see it. Its decodes are of tokens that the microbatch before it draws, whose ids only the stage knows. So
+            there must be one stage, and `inflight` must be 1.
     """
 
     num_stages: int
@@ -77,10 +80,17 @@ class Limits:
     prefix_cache: PrefixCacheMode = "off"
     most_idle_pages: int | None = None
     num_slots: int = 0
+    issues_ahead: bool = False
 
     def __post_init__(self) -> None:
         assert not self.num_slots or self.num_slots >= self.max_num_seqs, "a sequence could run without a state slot"
         assert not self.num_slots or self.prefix_cache == "off", "a shared page would skip tokens of a state"
+        assert not self.issues_ahead or self.num_stages == self.inflight == 1, "the stage would not know the tokens"
+
+    @property
+    def most_inflight(self) -> int:
+        """Return the most microbatches in flight, with the one that is issued ahead."""
+        return self.inflight + self.issues_ahead
 
     @property
     def max_decodes(self) -> int:
@@ -97,7 +107,7 @@ class View(NamedTuple):
             (Policy.holds_sequences). `issued` is the number of tokens whose pages were found.
         decodes: sequences that are ready for their next token, longest ready first.
         running: all started sequences by index, those whose next token is in flight included.
-        num_inflight: number of microbatches in flight.
+        num_inflight: number of microbatches in flight, without one that may be issued ahead.
         slot: index of the next microbatch modulo the number of stages.
         free_tokens: number of tokens for which the free KV pages have room.
         waiting_tokens: tokens to compute of all waiting sequences, those that cannot start yet included, without held

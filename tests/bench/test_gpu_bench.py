@@ -81,7 +81,7 @@ def test_every_part_runs_on_cpu(tmp_path: Path) -> None:
     for name in ("numba", "sdpa"):
         assert met[f"{name}: nearer to float32 than transformers by"], document["logits"]
     assert all(one["s"] > 0 and one["calls"] for what in ("prefill", "decode") for one in document["kernels"][what])
-    assert document["contest"]["factor"] > 0
+    assert document["contest"]["factor"] > 0 and document["contest"]["not_ahead"] > 0
     (stage,) = document["profile"]["stages"]
     assert StageCost(**{**stage, "layers": tuple(stage["layers"])}).a1 > 0
 

@@ -317,3 +317,8 @@ class ResolvedRun:
     @property
     def num_stages(self) -> int:
         return len(self.layers)
+
+    @property
+    def most_inflight(self) -> int:
+        """Return the most microbatches in flight, with the one that is issued ahead."""
+        return self.inflight + self.issues_ahead

@@ -212,7 +212,7 @@ def _settings(timeline: Timeline) -> dict[str, object]:
         "policy": start.policy,
         "stages": start.num_stages,
         "chunk_size": start.chunk_size,
-        "inflight": start.inflight,
+        "inflight": start.most_inflight,
         "device": start.device,
         "kv_pages": start.num_pages,
         "page_size": start.page_size,

@@ -91,7 +91,7 @@ def summarise_timeline(timeline: Timeline, bubbles: Bubbles, fit: CostFit = None
         "stages": settings.num_stages,
         "chunk_size": settings.chunk_size,
         "layer_split": [stage.start.layers[1] - stage.start.layers[0] for stage in timeline.stages],
-        "inflight": settings.inflight,
+        "inflight": settings.most_inflight,
         "device": settings.device,
         "started_unix_s": settings.unix_s or None,  # a simulated run has no date
         "microbatches": timeline.num_returned,

@@ -107,7 +107,7 @@ class Coordinator:
         self._running: dict[int, Sequence] = {}
         self._running_view = MappingProxyType(self._running)  # for policies, which only choose
         self._prefills: dict[int, Sequence] = {}  # running, with prompt tokens (or recomputed ones) to issue
-        self._decodes: dict[int, Sequence] = {}  # running, next token known, in the order they became ready
+        self._decodes: dict[int, Sequence] = {}  # running, next token known or expected, in the order they became ready
         self._inflight: deque[MicroBatch] = deque()
         self._rows: dict[int, Row] = {}  # of the microbatches whose times may still come
         self._freed: list[int] = []
@@ -263,6 +263,8 @@ class Coordinator:
         self._next_index += 1
         self._freed = []
         self._inflight.append(microbatch)
+        if self.limits.issues_ahead:
+            self._mark_done(microbatch)  # policies do not see it in flight
         if self._cost is not None:
             self._rows[microbatch.index] = self._cost.row(Load.of(microbatch))
         return microbatch
@@ -305,10 +307,8 @@ class Coordinator:
         """
         microbatch = self._inflight.popleft()
         assert result.index == microbatch.index, f"result {result.index} came instead of {microbatch.index}"
-        for index, epoch, start, num_tokens, *_ in microbatch.chunks:
-            sequence = self._current(index, epoch)
-            if sequence is not None:
-                sequence.done = start + num_tokens
+        if not self.limits.issues_ahead:
+            self._mark_done(microbatch)
         if self._heads is not None:
             self._heads.observe(microbatch, result.stage_times, head_s)
         if self._cost is not None:
@@ -327,6 +327,12 @@ class Coordinator:
             if (completion := self._take(sequence, token)) is not None:
                 completions.append(completion)
         return completions
+
+    def _mark_done(self, microbatch: MicroBatch) -> None:
+        for index, epoch, start, num_tokens, *_ in microbatch.chunks:
+            sequence = self._current(index, epoch)
+            if sequence is not None:
+                sequence.done = start + num_tokens
 
     def _add_prompt_logprobs(self, chunks: Iterable[ChunkLogprobs]) -> None:
         for found in chunks:

@@ -70,7 +70,7 @@ class EndRules:
         return request.sampling.max_new_tokens == 0 or len(request.prompt_token_ids) == self.max_model_len
 
     def continues_after(self, sequence: Sequence) -> bool:
-        """Return whether the output goes on after the token that is drawn next, unless the token itself ends it."""
+        """Return whether the output continues after the token that is drawn next, unless the token itself ends it."""
         known = len(sequence.tokens) + 1
         most_tokens = min(sequence.num_prompt + sequence.request.sampling.max_new_tokens, self.max_model_len)
         return known < most_tokens and known <= self.num_kv_tokens

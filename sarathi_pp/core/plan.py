@@ -81,7 +81,7 @@ class Chunk(NamedTuple):
         sequence: index of the sequence's request.
         epoch: number of times that the sequence had lost its pages when this chunk was issued.
         start: position of the first token, from 0.
-        token_ids: ids of the chunk's tokens.
+        token_ids: ids of the chunk's tokens. That of a decode may be EXPECTED, see core/sequence.py.
         new_pages: ids of KV pages. The stages append them to the sequence's pages before they compute the chunk.
         sampling: None if the chunk does not reach the end of the known tokens, so that no next token is drawn.
         long_factors: the rotary embeddings use the long factors (longrope). See Limits.longrope_after.

@@ -9,7 +9,8 @@ Pages that were found in the prefix cache count as written, although another seq
 `done <= issued <= known` always. If issued == known, the next token is in flight and nothing can be issued.
 
 With Limits.issues_ahead, a token in flight may already have its place in `tokens`, with EXPECTED as its id. It then
-counts as known, so its decode can be issued. The stage knows the id, because it has drawn the token.
+counts as known, so its decode can be issued. The stage knows the id, because it has drawn the token. Chunks count as
+done when they are issued, since policies do not see the microbatch in flight.
 
 After the prompt, issued == known - 1 whenever a token can be issued. The chunk of this one token is a decode, unless
 the sequence starts with it. So the cursors show the phase (prefill or decode), and it is not stored.

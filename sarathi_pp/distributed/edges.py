@@ -117,7 +117,7 @@ class Edges:
             head_size: number of values in a row (the vector of a token) that the LM head takes.
         """
         mesh, rank = self._plane.mesh, self._plane.env.rank
-        coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.inflight)
+        coordinate, buffers = mesh.coordinate(rank), edge_buffers(run.most_inflight)
         returning = mesh.rank(coordinate.replica, mesh.stages - 1), mesh.leader(coordinate.replica)
         frame_bytes = codec.max_frame_bytes(
             max_tokens=run.max_microbatch_tokens,

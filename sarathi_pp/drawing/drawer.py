@@ -1,7 +1,7 @@
 """The sequences whose requests have drawing rules, on a stage that draws tokens.
 
-A microbatch brings the tokens of all its chunks to every stage, also the token that was drawn last. So the stage that
-draws knows every sequence completely before its layers run:
+A microbatch brings the tokens of all its chunks to every stage. For sequences with rules, that includes the token that
+was drawn last. So the stage that draws knows these sequences completely before its layers run:
 
     microbatch -> prepare: histories -> Edits     logits -> draw: changed scores -> token ids
 

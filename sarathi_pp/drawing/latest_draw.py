@@ -28,10 +28,10 @@ class LatestDraw:
 
         Args:
             sequences: their sequences, in the same order.
-            ids: (n,) int64 on the device. Those of failed draws are negative, and have no meaning.
+            ids: (n,) int64 on the device. Those of failed draws have no meaning, and may be negative.
         """
         self._places = {sequence: place for place, sequence in enumerate(sequences)}
-        self._ids = ids
+        self._ids = ids.clamp(min=0)
 
     def code(self, sequence: int) -> int:
         """Return the negative number that stands for the token that the latest microbatch drew for a sequence.
@@ -50,6 +50,5 @@ class LatestDraw:
         Args:
             token_ids: (T,) int64 on the device of the drawn ids, at least one of them a code.
         """
-        drawn = self._ids.clamp(min=0)
         places = (-1 - token_ids).clamp(min=0)
-        return torch.where(token_ids < 0, drawn[places], token_ids)
+        return torch.where(token_ids < 0, self._ids[places], token_ids)

@@ -158,7 +158,7 @@ class Engine:
         self._last_result_s = 0.0
         self._longest_wait_s = 0.0  # the longest time between two results
         self._shrunk_at = 0  # index of the first microbatch that was issued after the limits shrank
-        self._inflight: deque[MicroBatch] = deque()  # microbatches whose output the first stage has sent
+        self._inflight: deque[MicroBatch] = deque()  # microbatches whose output the first stage has sent or will send
         self._cause: BaseException | None = None
 
     def run(self, source: Source, sink: Sink, stop: StopRequests = NEVER_ASKED) -> Asked | None:
@@ -236,7 +236,8 @@ class Engine:
 
     def close(self) -> None:
         """End the stages, and wait until the last one has said goodbye, which is its last message."""
-        self._runner.send_results()
+        if self._cause is None:
+            self._runner.send_results()
         end_s = self._clock.now() + _SILENT_S
         while self._inflight and self._clock.now() < end_s:  # a call of `run` that raised left them in flight
             if (message := self._receive(_SIGNAL_CHECK_S)) is not None:
@@ -315,11 +316,12 @@ class Engine:
         try:
             self._runner.run(MicroBatchFrame(microbatch), None, Instant(microbatch.issued_s))
         finally:
+            # If the stage has not taken the microbatch, another one gets its index.
             if self._runner.num_taken > num_taken:
                 self._inflight.append(microbatch)
-        # Record the microbatch after sending: if it was never sent, another one gets its index. The recorder's thread
-        # makes the text of the schedule, because this takes longer with every sequence in the microbatch.
-        self._recorder.record(partial(Issued.of, microbatch, use))
+                # The recorder's thread makes the text of the schedule, because this takes longer with every sequence in
+                # the microbatch.
+                self._recorder.record(partial(Issued.of, microbatch, use))
         return True
 
     def _collect(self, sink: Sink, timeout_s: float) -> None:

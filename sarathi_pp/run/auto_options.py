@@ -42,11 +42,13 @@ def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
             f"{found[1]}; this model has {wanted[0]} layers and hidden size {wanted[1]}. Measure this model with "
             f"`sarathi-pp profile`"
         )
+    # One stage needs no number: it has one microbatch in flight, and on a GPU one more that is issued ahead.
+    own = inflight(profile, parse_policy(config.policy), config.stages) if config.stages > 1 else None
     return replace(
         config,
         layer_split=config.layer_split or _split(profile, config),
         chunk_size=config.chunk_size or _chunk_size(profile, config),
-        inflight=config.inflight or inflight(profile, parse_policy(config.policy), config.stages),
+        inflight=config.inflight or own,
     )
 
 

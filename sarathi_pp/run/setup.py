@@ -493,7 +493,7 @@ def _may_share(member: Member, start: AgreedStart, run: ResolvedRun) -> bool:
     An edge with very many buffers cannot be in shared memory, see MAX_SLOTS.
     """
     by_gloo = start.transport.name == "gloo" and member.checked.config.transport == "auto"
-    return by_gloo and start.on_cpu and edge_buffers(run.inflight) <= MAX_SLOTS
+    return by_gloo and start.on_cpu and edge_buffers(run.most_inflight) <= MAX_SLOTS
 
 
 def _loss_listener(member: Member) -> LossListener:

@@ -259,7 +259,9 @@ class Rerun:
         chosen = limits.inflight != self.policy.inflight(limits.num_stages)
         if change.layers is not None:
             cost = repartition(cost, partition(sum(change.layers), len(change.layers), change.layers))
-        limits = replace(limits, num_stages=len(cost.stages), num_pages=self._pages(change, cost))
+        ahead = limits.issues_ahead and len(cost.stages) == 1 and change.inflight is None
+        pages = self._pages(change, cost)
+        limits = replace(limits, num_stages=len(cost.stages), num_pages=pages, issues_ahead=ahead)
         if change.policy is not None:
             limits = replace(limits, chunk_size=policy.kind.default_chunk_size)
         if not chosen:
@@ -268,8 +270,6 @@ class Rerun:
         given = {name: value for name in names if (value := getattr(change, name)) is not None}
         if limits.num_slots:
             given["num_slots"] = given.get("max_num_seqs", limits.num_slots)
-        if limits.num_stages > 1 or change.inflight is not None:
-            given["issues_ahead"] = False
         return policy, replace(limits, **given), cost
 
     def _pages(self, change: Change, cost: CostModel) -> int:

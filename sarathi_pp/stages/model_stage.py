@@ -52,7 +52,7 @@ from sarathi_pp.stages.capacity import (
 )
 from sarathi_pp.stages.prompt_scoring import PromptScoring
 from sarathi_pp.stages.stage import Compute, StageOutput
-from sarathi_pp.stages.token_draw import TokenDraw, WaitCount, remembered
+from sarathi_pp.stages.token_draw import TokenDraw, WaitCount, remember
 from sarathi_pp.stages.tokenizer_files import TokenizerFiles
 from sarathi_pp.stages.working_memory import (
     DRAWN,
@@ -384,7 +384,7 @@ class ModelStage:
             x = token_ids() if hidden is None else hidden
             scoring.begin()
             output = scoring.output(self.model.rows_head(), self.model.forward_rows(x, inputs, self.kv))
-            return output if self._latest is None else remembered(output, self._latest, self.device)
+            return output if self._latest is None else remember(output, self._latest, self.device)
 
         return compute
 
@@ -428,11 +428,11 @@ class ModelStage:
         fill = self._fill(ids)
         token_ids = on_device(torch.frombuffer(ids, dtype=torch.int64), self.device) if self.model.embed else None
 
-        def found() -> Tensor:
+        def ids_on_device() -> Tensor:
             assert token_ids is not None, "a stage that does not embed gets activations"
             return token_ids if fill is None else fill(token_ids)
 
-        return found
+        return ids_on_device
 
     def _fill(self, ids: array[int]) -> Callable[[Tensor], Tensor] | None:
         """Return the function that replaces the codes of expected tokens; None if there are none."""

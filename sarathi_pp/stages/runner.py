@@ -233,15 +233,25 @@ class StageRunner:
         while len(self._launched) > num_left:
             oldest = self._launched[0]
             if oldest.output.later is not None:
-                oldest.span.end.wait()  # an interrupt here loses nothing
-                oldest = oldest._replace(output=replace(oldest.output, tokens=oldest.output.later(), later=None))
+                oldest = oldest._replace(output=self._read(oldest))
+            self._in_step = False
             self._launched.popleft()
             self._send(oldest)
+
+    def _read(self, launched: _Launched) -> StageOutput:
+        """Wait for the tokens that the device draws. After an interrupt, it can be called again."""
+        output = launched.output
+        assert output.later is not None
+        try:
+            launched.span.end.wait()
+            return replace(output, tokens=output.later(), later=None)
+        except RuntimeError:
+            self._in_step = False  # an error of the device: the tokens never come
+            raise
 
     def _send(self, launched: _Launched) -> None:
         """Hand the output of a microbatch to the next stage."""
         frame, output, retried, span = launched
-        self._in_step = False
         self._unsettled.append(span)
         self._settle()
         own = self._untold.popleft() if self._untold else StageTime(frame.microbatch.index, 0.0)
@@ -289,6 +299,7 @@ class StageRunner:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            self._hand_on(0)  # an earlier result is complete, whatever becomes of this microbatch
             if self._shard_group is not None or self._keeps_states:
                 raise self._no_memory(microbatch, "", error) from error
         # Not inside the except block: there, the traceback still holds the tensors of the failed attempt.

@@ -21,8 +21,8 @@ class StageOutput:
         hidden: activations for the next stage, (T, hidden_size) for T tokens. None on the last stage.
         tokens: tokens that the last stage drew, or the first stage if it computes the LM head.
         prompt_logprobs: those of the microbatch's scored tokens.
-        later: waits for nothing and returns `tokens`, once the device has computed the microbatch. Set instead of
-            `tokens` if the host need not wait for the device before it launches the next microbatch.
+        later: returns `tokens`. Call it after the device has computed the microbatch. It is set instead of `tokens` if
+            the host may launch the next microbatch before.
         mask_s: seconds in which drawing waited for masks of grammars; None if no row has a grammar.
         rows: inputs of the LM head, (n, hidden_size) for n tokens to draw. Set if the last stage leaves the LM head to
             the first stage.

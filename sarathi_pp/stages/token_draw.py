@@ -90,10 +90,10 @@ class TokenDraw:
     def launch(self, logits: Tensor, latest: LatestDraw) -> StageOutput:
         """Let the device draw what `output` draws, and keep the ids there for the next microbatch.
 
-        The host does not wait, unless a request has rules: these draw on the host.
+        The host does not wait, unless a request has rules. Then it draws, for all rows.
         """
         if self._edits:
-            return remembered(self.output(logits), latest, logits.device)
+            return remember(self.output(logits), latest, logits.device)
         ids = launch(logits, self._sampling())
         copy = pinned(torch.empty(ids.shape, dtype=ids.dtype), ids.device)
         copy.copy_(ids, non_blocking=True)
@@ -114,8 +114,8 @@ class TokenDraw:
         )
 
 
-def remembered(output: StageOutput, latest: LatestDraw, device: torch.device) -> StageOutput:
-    """Keep the ids of tokens that the host has drawn for the next microbatch, and return the output."""
+def remember(output: StageOutput, latest: LatestDraw, device: torch.device) -> StageOutput:
+    """Keep the ids of tokens that the host knows for the next microbatch, and return the output."""
     ids = torch.tensor([token.token_id for token in output.tokens], dtype=torch.int64)
     latest.put([token.sequence for token in output.tokens], on_device(ids, device))
     return output

@@ -93,10 +93,12 @@ def run_profile(
 def calibration_config(config: RunConfig) -> RunConfig:
     """Return the configuration of the calibration run that measures the stages of a run with this configuration.
 
-    Its microbatches must compute all tokens of the timetable, so no page may be shared.
+    Its microbatches must compute all tokens of the timetable, so no page may be shared. Each result must be back when
+    the timetable counts on it, so no microbatch is issued ahead.
     """
     policy = f"calibration:seed={config.seed}"
-    return replace(config, policy=policy, chunk_size=MOST_TOKENS, inflight=None, head="last", prefix_cache="off")
+    limited = replace(config, chunk_size=MOST_TOKENS, inflight=config.stages)
+    return replace(limited, policy=policy, head="last", prefix_cache="off")
 
 
 def _answer(rank: Rank, display: Display) -> None:

@@ -208,7 +208,9 @@ class _Document:
         if run.tensor_parallel_size > 1:
             options += ["--tensor-parallel-size", str(run.tensor_parallel_size)]
         options += ["--layer-split", ",".join(str(end - first) for first, end in run.layers)]
-        options += ["--chunk-size", str(run.chunk_size), "--inflight", str(run.inflight)]
+        options += ["--chunk-size", str(run.chunk_size)]
+        if run.num_stages > 1:
+            options += ["--inflight", str(run.inflight)]
         options += ["--max-num-seqs", str(run.max_num_seqs)]
         for name in ("max_model_len", "page_size", "gpu_memory_utilization", "dtype", "weights"):
             if (value := getattr(config, name)) != getattr(default, name):

@@ -5,12 +5,20 @@ The stage is on CPU here, where a draw is not later than its launch. So the orde
 
 from __future__ import annotations
 
-import pytest
+from collections import deque
+from contextlib import nullcontext
 
+import pytest
+import torch
+
+from sarathi_pp.core.coordinator import Coordinator
 from sarathi_pp.core.draw_rules import DrawRules
 from sarathi_pp.core.plan import Chunk, MicroBatch, SampledToken
-from sarathi_pp.core.policy import POLICIES
+from sarathi_pp.core.policy import POLICIES, make_policy
+from sarathi_pp.core.policy.view import Limits
+from sarathi_pp.core.request import Request
 from sarathi_pp.core.sequence import EXPECTED
+from sarathi_pp.errors import MemoryLostError
 from sarathi_pp.sampling_params import SamplingParams
 from sarathi_pp.stages.model_stage import ModelStage
 from sarathi_pp.stages.runner import StageRunner
@@ -20,6 +28,7 @@ from sarathi_pp.trace.events import Issued, Returned
 from sarathi_pp.trace.timer import Instant
 from sarathi_pp.wire.channel import QueueChannel
 from sarathi_pp.wire.codec import MicroBatchFrame
+from tests.core.driving import StandInPipeline
 from tests.engine.pipeline import ListRecorder, run_pipeline
 from tests.exact.references import NEW_TOKENS
 
@@ -79,12 +88,12 @@ def test_no_token_changes_if_outputs_end_and_pages_are_shared(reference, spied):
     assert sum(outcome.cached_tokens) > 0
 
 
-def test_no_token_changes_at_random_or_beside_requests_with_rules(reference, spied):
-    """A stage must know the tokens of a request with rules. Those of other requests stay ahead."""
+def test_no_token_changes_at_random_or_with_requests_that_have_rules(reference, spied):
+    """A stage must know the tokens of a request with rules. It waits for all tokens while such a request draws."""
     known = reference("llama")
     sampling = [SamplingParams(max_new_tokens=8, temperature=1.0, top_k=20, seed=index) for index in range(24)]
-    penalised = [DrawRules(num_prompt=len(prompt), repetition_penalty=1.3) for prompt in known.prompts]
-    rules = [one if place % 3 == 0 else None for place, one in enumerate(penalised)]
+    penalty = [DrawRules(num_prompt=len(prompt), repetition_penalty=1.3) for prompt in known.prompts]
+    rules = [penalty[place] if place % 3 == 0 else None for place in range(len(penalty))]
     drawn = {"stages": 1, "sampling": sampling, "rules": rules}
     wanted = run_pipeline(known.directory, known.prompts, **drawn)
     assert spied["expected"] == 0
@@ -92,10 +101,23 @@ def test_no_token_changes_at_random_or_beside_requests_with_rules(reference, spi
     assert outcome.tokens == wanted.tokens and spied["expected"]
 
 
-def test_no_token_changes_where_the_long_factors_begin(reference):
-    known = reference("phi3")
+def test_no_token_changes_when_the_long_factors_begin(reference, spied):
+    known = reference("phi3_longrope")
     outcome = run_pipeline(known.directory, known.prompts, stages=1, ahead=True)
-    assert outcome.tokens == list(known.outputs)
+    assert outcome.tokens == list(known.outputs) and spied["expected"]
+
+
+def test_prompt_logprobs_and_tokens_stay_the_same(reference, spied):
+    known = reference("llama")
+    sampling = [SamplingParams(max_new_tokens=8, seed=0, prompt_logprobs=place % 2) for place in range(24)]
+    sampling[::3] = [SamplingParams(max_new_tokens=8, seed=0)] * 8
+    asked = {"stages": 1, "sampling": sampling}
+    wanted = run_pipeline(known.directory, known.prompts, **asked)
+    outcome = run_pipeline(known.directory, known.prompts, **asked, ahead=True)
+    assert outcome.tokens == wanted.tokens == list(known.outputs) and spied["expected"]
+    assert [found and found.logprobs for found in outcome.prompt_logprobs] == [
+        found and found.logprobs for found in wanted.prompt_logprobs
+    ]
 
 
 def test_a_microbatch_is_launched_before_the_result_of_the_one_before(reference):
@@ -117,9 +139,12 @@ class Device:
         self.clock = ManualClock()
         self.log: list[str] = []
         self.interrupted = False
+        self.failures: list[BaseException] = []
 
     def prepare(self, microbatch: MicroBatch):
         def compute(hidden):
+            if self.failures:
+                raise self.failures.pop(0)
             self.log.append(f"launch {microbatch.index}")
             return StageOutput(later=lambda: self.read(microbatch.index))
 
@@ -171,3 +196,53 @@ def test_an_interrupt_during_the_wait_for_a_result_loses_nothing():
     assert runner.in_step and runner.num_taken == 2
     runner.send_results()
     assert [edge.receive(0).frame.tokens[0].token_id for _ in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_microbatch_without_memory_holds_back_no_earlier_result(times: int):
+    device = Device()
+    edge: QueueChannel = QueueChannel(device.clock, 4)
+    runner = StageRunner(device, edge, ListRecorder(), device.clock, device)
+    runner.run(frame(0), None, Instant(0.0))
+    device.failures = [torch.OutOfMemoryError("no memory")] * times
+    with pytest.raises(MemoryLostError) if times == 2 else nullcontext() as lost:
+        runner.run(frame(1), None, Instant(0.0))
+    assert lost is None or not lost.value.at_start
+    assert edge.receive(0).frame.tokens[0].token_id == 0 and runner.num_unsent == 2 - times
+    runner.send_results()
+    results = [edge.receive(0).frame] if times == 1 else []
+    assert [(result.index, result.short) for result in results] == [(1, True)][: len(results)]
+
+
+def test_an_error_of_the_device_ends_the_pipeline():
+    device = Device()
+    edge: QueueChannel = QueueChannel(device.clock, 4)
+    runner = StageRunner(device, edge, ListRecorder(), device.clock, device)
+    runner.run(frame(0), None, Instant(0.0))
+    device.wait = lambda: (_ for _ in ()).throw(RuntimeError("CUDA error"))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        runner.send_results()
+    assert not runner.in_step
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_policies_compute_a_prompt_in_no_more_microbatches(policy):
+    """They do not see the microbatch in flight, so a chunk in it does not keep the next one back."""
+    ends = []
+    for ahead in (False, True):
+        limits = Limits(1, 64, 16, 4096, 16, 512, 1, issues_ahead=ahead)
+        coordinator, pipeline, inflight = Coordinator(limits, make_policy(policy)), StandInPipeline(limits), deque()
+        for index in range(9):
+            length = 1000 if index == 8 else 5
+            sampling = SamplingParams(max_new_tokens=100, seed=0, ignore_eos=True)
+            coordinator.submit(Request(index, (1,) * length, sampling))
+        computed = 0
+        while computed < 1000:
+            microbatch = coordinator.next_microbatch()
+            if microbatch is not None:
+                inflight.append(microbatch)
+                computed = max([chunk.end for chunk in microbatch.chunks if chunk.sequence == 8], default=0)
+            if microbatch is None or len(inflight) > ahead:
+                coordinator.complete(pipeline.run(inflight.popleft()))
+        ends.append(coordinator.num_issued)
+    assert ends[1] <= ends[0] + 2

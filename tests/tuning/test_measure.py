@@ -238,7 +238,9 @@ def test_a_run_without_a_single_microbatch_is_too_little_too() -> None:
 def test_the_measuring_run_is_the_users_but_for_its_schedule() -> None:
     asked = RunConfig(model="m", stages=3, dtype="float32", layer_split=(3, 3, 2), max_num_seqs=10, inflight=9, seed=4)
     config = calibration_config(asked)
-    assert (config.policy, config.chunk_size, config.inflight) == ("calibration:seed=4", 2048, None)
+    assert (config.policy, config.chunk_size, config.inflight) == ("calibration:seed=4", 2048, 3)
+    alone = calibration_config(replace(asked, stages=1, layer_split=None))
+    assert alone.inflight == 1, "no microbatch is issued ahead, so that each result is back when the timetable needs it"
     assert config.head == "last", "a stage with a head and one without are not the same to fit"
     assert config.prefix_cache == "off"
     assert replace(config, policy=asked.policy, chunk_size=None, inflight=9, head="auto", prefix_cache="auto") == asked

@@ -270,7 +270,7 @@ def _cut(
 ) -> _Cut:
     """Cut the work of a microbatch into pieces.
 
-    This runs between two microbatches, when the device has no other work. So it uses tuples and arrays, which are
+    This runs between two microbatches, when the device may have no other work. So it uses tuples and arrays, which are
     faster than objects.
     """
     assert extents, "a microbatch has sequences"

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 TINY = ModelShape(32, 64, 2, 4, 2, 2048)
 SIZES = Sizes(
     large=TINY,
+    wide=TINY,
     small=TINY,
     middle=TINY,
     rows=3,
@@ -82,6 +83,7 @@ def test_every_part_runs_on_cpu(tmp_path: Path) -> None:
         assert met[f"{name}: nearer to float32 than transformers by"], document["logits"]
     assert all(one["s"] > 0 and one["calls"] for what in ("prefill", "decode") for one in document["kernels"][what])
     assert document["contest"]["factor"] > 0 and document["contest"]["not_ahead"] > 0
+    assert document["tiles"]["reason"] == "the triton backend does not run here"
     (stage,) = document["profile"]["stages"]
     assert StageCost(**{**stage, "layers": tuple(stage["layers"])}).a1 > 0
 

@@ -39,7 +39,9 @@ def shared_bytes(blocks: Blocks, head_dim: int, itemsize: int, *, has_many: bool
         held = 2 * (stages if reads_shared else stages - 1) * blocks.keys * dim
         # If warps share rows, and in float32, weights pass through shared memory from one product to the next.
         weights = rows * blocks.keys if rows < _LEAST_OWN_ROWS or itemsize == 4 else 0
-        most = max(most, (held + rows * dim + weights) * itemsize)
+        # Keys are one block further ahead than values then.
+        further = blocks.keys * dim if blocks.ahead and rows > blocks.few_rows else 0
+        most = max(most, (held + further + rows * dim + weights) * itemsize)
     return most + _SHARED_MORE
 
 

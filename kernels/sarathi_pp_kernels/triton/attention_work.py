@@ -77,12 +77,16 @@ class Blocks:
         few_rows: number of rows of a small block.
         many_rows: number of rows of a large block.
         keys: number of keys of a block.
+        registers: most registers of a thread; None leaves their number to the compiler.
+        ahead: in large blocks, multiply queries and keys one block ahead, during the softmax of the block before.
     """
 
     group: int
     few_rows: int
     many_rows: int
     keys: int
+    registers: int | None = None
+    ahead: bool = False
 
     @classmethod
     def of(cls, group: int, head_dim: int, itemsize: int) -> Blocks:

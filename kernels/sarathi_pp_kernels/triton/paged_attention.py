@@ -107,10 +107,12 @@ def paged_attention(
         FEW_ROWS=blocks.few_rows,
         MANY_ROWS=blocks.many_rows if work.has_many else 0,
         BLOCK_KEYS=blocks.keys,
+        AHEAD=blocks.ahead,
         COLUMNS=PIECE_COLUMNS,
         # Four warps multiply 64 rows together.
         num_warps=8 if work.most_rows >= 128 else 4,
         num_stages=num_stages(blocks, head_dim, query.element_size(), work.has_many, query.device),
+        maxnreg=blocks.registers,
         # Scores are multiplied in the subtraction before their exponential.
         enable_fp_fusion=True,
     )
@@ -205,6 +207,7 @@ def _attend(
     FEW_ROWS: tl.constexpr,
     MANY_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     """Compute a program's piece in a block of FEW_ROWS or MANY_ROWS rows.
@@ -221,13 +224,13 @@ def _attend(
         _walk(
             query, token_stride, head_stride, keys, values, num_kv_heads, kv_head, pages, piece, sinks, maxima, sums,
             weighted, out, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HAS_SPLITS, GROUP, HEAD_DIM,
-            BLOCK_DIM, PAGE_SIZE, FEW_ROWS, BLOCK_KEYS,
+            BLOCK_DIM, PAGE_SIZE, FEW_ROWS, BLOCK_KEYS, False,
         )  # fmt: skip
     else:
         _walk(
             query, token_stride, head_stride, keys, values, num_kv_heads, kv_head, pages, piece, sinks, maxima, sums,
             weighted, out, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HAS_SPLITS, GROUP, HEAD_DIM,
-            BLOCK_DIM, PAGE_SIZE, MANY_ROWS, BLOCK_KEYS,
+            BLOCK_DIM, PAGE_SIZE, MANY_ROWS, BLOCK_KEYS, AHEAD,
         )  # fmt: skip
 
 
@@ -259,6 +262,7 @@ def _walk(
     PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """Compute attention over a piece's keys for the BLOCK_ROWS rows of its tile. Write it, or partial results."""
     first_row = tl.load(piece)
@@ -291,7 +295,7 @@ def _walk(
     peak, total, summed = _sum_up(
         queries, position, peak, total, keys, values, num_kv_heads, kv_head, table, tl.load(piece + 4), end_key, start,
         num_tokens, score_factor, cap_factor, window, HAS_SOFTCAP, HAS_WINDOW, HEAD_DIM, BLOCK_DIM, PAGE_SIZE,
-        BLOCK_ROWS, BLOCK_KEYS,
+        BLOCK_ROWS, BLOCK_KEYS, AHEAD,
     )  # fmt: skip
     if HAS_SPLITS and partial >= 0:
         slot = (partial + row).to(tl.int64) * num_kv_heads + kv_head
@@ -327,6 +331,7 @@ def _sum_up(
     PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return each row's largest score (peak), sum of weights and sum of weighted values, over [begin, end_key)."""
     channel = tl.arange(0, BLOCK_DIM)
@@ -337,14 +342,26 @@ def _sum_up(
     offset = tl.arange(0, BLOCK_KEYS)
     unseen = start - window  # the last key that no row sees
     page = _pages(table, begin, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
+    if AHEAD:
+        place = inside + _places(page, page_step, begin, offset, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS)[:, None]
+        page = _pages(table, begin + BLOCK_KEYS, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
+        wanted = _wanted(begin, end_key, unseen, offset, channel, HAS_WINDOW, HEAD_DIM, BLOCK_DIM)
+        next_scores = _products(queries, keys + place, wanted)
     for first in range(begin, end_key, BLOCK_KEYS):
-        place = inside + _places(page, page_step, first, offset, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS)[:, None]
-        page = _pages(table, first + BLOCK_KEYS, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
-        wanted = _there(first, end_key, unseen, offset, HAS_WINDOW)[:, None]
-        if HEAD_DIM < BLOCK_DIM:
-            wanted = wanted & (channel < HEAD_DIM)[None, :]
-        key_block = tl.load(keys + place, mask=wanted, other=0.0)
-        scores = tl.dot(queries, tl.trans(key_block), input_precision="ieee")
+        if AHEAD:
+            scores = next_scores
+            value_place = place
+            following = first + BLOCK_KEYS
+            wanted = _wanted(following, end_key, unseen, offset, channel, HAS_WINDOW, HEAD_DIM, BLOCK_DIM)
+            place = inside + _places(page, page_step, following, offset, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS)[:, None]
+            page = _pages(table, following + BLOCK_KEYS, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
+            next_scores = _products(queries, keys + place, wanted)
+            wanted = _wanted(first, end_key, unseen, offset, channel, HAS_WINDOW, HEAD_DIM, BLOCK_DIM)
+        else:
+            value_place = inside + _places(page, page_step, first, offset, PAGE_SIZE, HEAD_DIM, BLOCK_KEYS)[:, None]
+            page = _pages(table, first + BLOCK_KEYS, end_key, unseen, offset, HAS_WINDOW, PAGE_SIZE, BLOCK_KEYS)
+            wanted = _wanted(first, end_key, unseen, offset, channel, HAS_WINDOW, HEAD_DIM, BLOCK_DIM)
+            scores = _products(queries, keys + value_place, wanted)
         if HAS_SOFTCAP:
             scores = cap_factor * _tanh(scores * score_factor)
         whole = first + BLOCK_KEYS <= start + 1  # every row sees every key: most blocks
@@ -357,10 +374,34 @@ def _sum_up(
         scores = tl.where(whole, scores, masked)
         peak, weights, shrink = _weights(peak, scores, 1.0 if HAS_SOFTCAP else score_factor)
         total = total * shrink + tl.sum(weights, 1)
-        value_block = tl.load(values + place, mask=wanted, other=0.0)
+        value_block = tl.load(values + value_place, mask=wanted, other=0.0)
         rounded = weights.to(value_block.dtype)
         summed = tl.dot(rounded, value_block, acc=summed * shrink[:, None], input_precision="ieee")
     return peak, total, summed
+
+
+@triton.jit
+def _products(queries: tl.tensor, key_block: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+    """Return the products (rows, keys) of queries with the keys at these addresses, 0 for keys that are not wanted."""
+    return tl.dot(queries, tl.trans(tl.load(key_block, mask=wanted, other=0.0)), input_precision="ieee")
+
+
+@triton.jit
+def _wanted(
+    first: tl.tensor,
+    end_key: tl.tensor,
+    unseen: tl.tensor,
+    offset: tl.tensor,
+    channel: tl.tensor,
+    HAS_WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Return a mask (keys, channels or 1) of the numbers to load of the block at key `first`."""
+    wanted = _there(first, end_key, unseen, offset, HAS_WINDOW)[:, None]
+    if HEAD_DIM < BLOCK_DIM:
+        wanted = wanted & (channel < HEAD_DIM)[None, :]
+    return wanted
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def logits(bench: Bench, figures: Figures) -> None:
 
     figures["transformers"] = distance(found)
     bench.check("transformers' logits are near to float32's", figures["transformers"] < _MOST_DISTANCE, True)
-    for name in _serving(bench, dtype, shape):
+    for name in serving(bench, dtype, shape):
         figures[name] = distance(GpuStage(shape, dtype, device, 512, name, weights).microbatch(extents)())
         bench.check(f"{name}: nearer to float32 than transformers by", figures["transformers"] / figures[name], 0.5)
 
@@ -66,7 +66,7 @@ def attention(bench: Bench, figures: Figures) -> None:
     shape = replace(bench.sizes.large, num_layers=bench.sizes.layers)
     taken: dict[str, Figures] = {what: {} for what in bench.sizes.attention}
     figures |= {"layers": shape.num_layers, "of_a_layer": taken}
-    for name in _serving(bench, bench.dtype, shape):
+    for name in serving(bench, bench.dtype, shape):
         try:
             _by_backend(bench, shape, name, taken)
         except Exception as error:  # a library is installed and does not run
@@ -89,12 +89,14 @@ def _by_backend(bench: Bench, shape: ModelShape, name: str, taken: dict[str, Fig
         taken[what][name] = _of_a_layer(bench, shape.num_layers, _paged(bench, shape, backend, kv, extents))
 
 
-def _serving(bench: Bench, dtype: torch.dtype, shape: ModelShape) -> list[str]:
+def serving(bench: Bench, dtype: torch.dtype, shape: ModelShape) -> list[str]:
+    """Return the names of the attention backends that run on this device."""
     needs = Needs(dtype, shape.head_dim, softcap=False, sinks=False)
     return [name for name in BACKENDS if why_not(name, bench.device, needs) is None]
 
 
-def _query(bench: Bench, shape: ModelShape, extents: Extents) -> Tensor:
+def random_query(bench: Bench, shape: ModelShape, extents: Extents) -> Tensor:
+    """Return random queries of a microbatch: (T, num_heads, head_dim)."""
     rows = sum(count for _, count in extents)
     return torch.randn(rows, shape.num_heads, shape.head_dim, dtype=bench.dtype, device=bench.device)
 
@@ -102,7 +104,7 @@ def _query(bench: Bench, shape: ModelShape, extents: Extents) -> Tensor:
 def _paged(
     bench: Bench, shape: ModelShape, backend: AttentionBackend, kv: KVShard, extents: Extents
 ) -> Callable[[int], Tensor]:
-    query = _query(bench, shape, extents)
+    query = random_query(bench, shape, extents)
     inputs = build_inputs(lay_out(extents, kv.page_size, kv.num_pages), (), kv.page_size, bench.device)
     spec = AttentionSpec(shape.head_dim**-0.5)
     return lambda layer: backend(query, kv, layer, inputs, spec)
@@ -121,24 +123,29 @@ def _dense(bench: Bench, shape: ModelShape, start: int, count: int) -> Callable[
     keys, values = (
         [torch.randn(size, dtype=bench.dtype, device=bench.device) for _ in range(shape.num_layers)] for _ in range(2)
     )
-    query = _query(bench, shape, [(start, count)]).transpose(0, 1)[None].contiguous()
+    query = random_query(bench, shape, [(start, count)]).transpose(0, 1)[None].contiguous()
     mask = causal_lower_right(count, start + count)
     return lambda layer: functional.scaled_dot_product_attention(query, keys[layer], values[layer], attn_mask=mask)
 
 
 @torch.inference_mode()
-def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) -> Figures:
+def call_of_layers(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) -> Callable[[], object]:
+    """Return a call that computes the attention of all layers. On a GPU, it replays a CUDA graph."""
+
     def all_layers() -> None:
         for layer in range(num_layers):
             attend(layer)
 
-    call: Callable[[], object] = all_layers
-    if bench.on_gpu:
-        all_layers()  # kernels cannot be compiled during a capture
-        graph = CudaGraph(torch.cuda.graph_pool_handle())
-        graph.capture(all_layers)
-        call = graph.replay
-    (found,) = bench.seconds(call)
+    if not bench.on_gpu:
+        return all_layers
+    all_layers()  # kernels cannot be compiled during a capture
+    graph = CudaGraph(torch.cuda.graph_pool_handle())
+    graph.capture(all_layers)
+    return graph.replay
+
+
+def _of_a_layer(bench: Bench, num_layers: int, attend: Callable[[int], Tensor]) -> Figures:
+    (found,) = bench.seconds(call_of_layers(bench, num_layers, attend))
     return {"s": found["s"] / num_layers, "quartiles_s": [one / num_layers for one in found["quartiles_s"]]}
 
 

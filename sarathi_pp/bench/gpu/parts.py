@@ -4,7 +4,7 @@
     device    machine, rates
     exact     exact
     large     microbatches, piggyback, kernels     the large model is loaded once
-    layers    attention, sampling, logits
+    layers    attention, sampling, logits, tiles
     figures   profile, nccl
     contest   contest
 
@@ -46,6 +46,7 @@ PARTS = (
     Part("attention", "layers", 90.0, ("rates",)),
     Part("sampling", "layers", 40.0),
     Part("logits", "layers", 60.0),
+    Part("tiles", "layers", 120.0),
     Part("profile", "figures", 20.0, ("rates",)),
     Part("nccl", "figures", 30.0),
     Part("contest", "contest", 200.0),

@@ -23,6 +23,7 @@ PREFILL_SHARE, DECODE_SHARE, PIGGYBACK_FACTOR, ATTENTION_SHARE, CONTEST_FACTOR =
 _SHAPES: dict[str, Extents] = {
     "chunk 512 at 0": ((0, 512),),
     "chunk 512 at 4096": ((4096, 512),),
+    "chunk 2048 at 0": ((0, 2048),),
     "64 decodes at 1024": ((1024, 1),) * 64,
     "4 decodes at 8000": ((8000, 1),) * 4,
     "chunk 448 at 1024, 64 decodes at 512": ((1024, 448), *(((512, 1),) * 64)),
@@ -35,6 +36,7 @@ class Sizes:
 
     Attributes:
         large: model whose microbatches are timed.
+        wide: model with wide heads, whose attention is timed with several tiles. Only its heads matter.
         small: model whose tokens and logits are compared with those of transformers.
         middle: model of the contest with transformers.
         rows: number of prompts whose output tokens are compared with those of transformers.
@@ -56,6 +58,7 @@ class Sizes:
     """
 
     large: ModelShape = LLAMA_3_8B
+    wide: ModelShape = ModelShape(4096, 14336, 32, 16, 8, 128256)
     small: ModelShape = ModelShape(512, 1536, 4, 8, 4, 2048)
     middle: ModelShape = ModelShape(2048, 8192, 16, 32, 8, 128256)
     rows: int = 12
@@ -82,7 +85,7 @@ class Sizes:
     @classmethod
     def from_json(cls, sizes: Figures) -> Sizes:
         """Return the sizes that `to_json` has written."""
-        shapes = {name: ModelShape(**sizes[name]) for name in ("large", "small", "middle")}
+        shapes = {name: ModelShape(**sizes[name]) for name in ("large", "wide", "small", "middle")}
         lists = {name: tuple(sizes[name]) for name in ("serving", "piggybacked")}
         attention = {what: tuple((start, count) for start, count in some) for what, some in sizes["attention"].items()}
         return cls(**{**sizes, **shapes, **lists, "attention": attention})

@@ -22,6 +22,7 @@ from sarathi_pp.bench.gpu.document import Figures
 from sarathi_pp.bench.gpu.microbatches import kernels, microbatches, piggyback, sampling
 from sarathi_pp.bench.gpu.pipelines import contest, exact
 from sarathi_pp.bench.gpu.plan import Bench, OutOfTimeError, Sizes
+from sarathi_pp.bench.gpu.tiles import tiles
 from sarathi_pp.trace.clock import SystemClock
 
 # Seconds that a part has to report after the end of its own commands, before its process is killed.
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Bench, Figures], None]] = {
     "attention": attention,
     "sampling": sampling,
     "logits": logits,
+    "tiles": tiles,
     "profile": of_device.profile,
     "nccl": of_device.nccl,
     "contest": contest,

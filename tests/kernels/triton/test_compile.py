@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sarathi_pp_kernels.triton.attention_stages import shared_bytes
 
+from sarathi_pp.bench.gpu.tiles import candidates
 from tests.kernels.triton.compiler import run_compiler
 
 # This needs a process of its own: in this one kernels belong to the interpreter. A type is a pointer's, a number's, or
@@ -71,7 +73,8 @@ for dtype in ("bf16", "fp32"):
 
 
 # The kernel as `paged_attention` launches it for Llama-3-8B, with arguments specialised as at a launch: by alignment,
-# and by numbers equal to 1. Arguments of the program: (start, tokens) of a microbatch's sequences, and capabilities.
+# and by numbers equal to 1. Arguments of the program: (start, tokens) of a microbatch's sequences, capabilities,
+# channels of a head, and a tile: the arguments of Blocks after few_rows. None takes the kernel's own tile.
 _ATTEND = """
 import json, subprocess, sys, tempfile
 from pathlib import Path
@@ -90,14 +93,19 @@ class Recorder:
     def __call__(self, *args, **options):
         self.args, self.options = args, options
 
+extents, capabilities, head_dim, tile = map(json.loads, sys.argv[1:])
+blocks = Blocks.of(4, head_dim, 2)
+if tile is not None:
+    blocks = Blocks(blocks.group, blocks.few_rows, *tile)
+
 def launched(extents, pages):
     parts, row = [], 0
     for start, tokens in extents:
         parts.append(Extent(row, tokens, start, 0))
         row += tokens
-    work = cut_work(parts, Blocks.of(4, 128, 2), None, 8, 132, cpu)
-    qkv = torch.empty(row, 48, 128, dtype=torch.bfloat16)
-    pool = torch.empty(1, 8, 16, 128, dtype=torch.bfloat16)
+    work = cut_work(parts, blocks, None, 8, 132, cpu)
+    qkv = torch.empty(row, 48, head_dim, dtype=torch.bfloat16)
+    pool = torch.empty(1, 8, 16, head_dim, dtype=torch.bfloat16)
     kernels, module._attend, module._merge = (module._attend, module._merge), Recorder(), Recorder()
     module.paged_attention(qkv[:, :32], pool, pool, pages, work, scaling=0.1, softcap=None, sinks=None)
     found, module._attend, module._merge = module._attend, *kernels
@@ -132,7 +140,6 @@ def code(kernel, capability, found):
         text = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
     return {"text": text, "shared": made.metadata.shared}
 
-extents, capabilities = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 table = torch.zeros(3, dtype=torch.int64)
 assert table.data_ptr() % 16 == 0
 found = launched(extents, table)
@@ -154,10 +161,21 @@ def attend(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Co
     shapes: dict[str, list[tuple[int, int]]] = {"decodes": [(1024, 1)] * 64, "chunk": [(4096, 512)]}
     found = {}
     for name, extents in shapes.items():
-        made = run_compiler(tmp_path_factory.mktemp(name), _ATTEND, json.dumps(extents), json.dumps([80, 90]))
-        for capability, code in json.loads(made).items():
-            found[name, int(capability)] = Code.of(code["text"], code["shared"])
+        made = _compile(tmp_path_factory.mktemp(name), extents, [80, 90])
+        found |= {(name, capability): code for capability, code in made.items()}
     return found
+
+
+def _compile(
+    folder: Path,
+    extents: list[tuple[int, int]],
+    capabilities: list[int],
+    head_dim: int = 128,
+    tile: tuple[int, int, int | None, bool] | None = None,
+) -> dict[int, Code]:
+    """Return the kernel's machine code for a microbatch, by capability. See _ATTEND."""
+    made = run_compiler(folder, _ATTEND, *map(json.dumps, (extents, capabilities, head_dim, tile)))
+    return {int(number): Code.of(code["text"], code["shared"]) for number, code in json.loads(made).items()}
 
 
 # Loops over the keys of few rows, and of many rows after them if there are chunks.
@@ -198,6 +216,26 @@ def test_chunks_are_multiplied_by_warp_groups_on_hopper(attend: dict[tuple[str, 
     assert {product.split(" ")[0] for product in products} == {"HGMMA.64x64x16.F32.BF16", "HGMMA.64x128x16.F32.BF16"}
     assert sum("gsb0" in product for product in products) == 2
     assert not _named(many, "HMMA") and len(_named(few, "HMMA")) == 16
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_that_a_gpu_compares_run_on_warp_groups_without_spills_in_loops(head_dim: int, tmp_path: Path) -> None:
+    """`bench gpu` times them. Two programs of a small one share the memory of a processor, which is 228 KiB."""
+    for index, blocks in enumerate(candidates(4, head_dim, 2).values()):
+        (folder := tmp_path / str(index)).mkdir()
+        tile = blocks.many_rows, blocks.keys, blocks.registers, blocks.ahead
+        (code,) = _compile(folder, [(0, 512)], [90], head_dim, tile).values()
+        loop = code.loops[-1]
+        assert not _named(loop, "STL", "LDL", "HMMA"), blocks
+        assert sum("gsb0" in product for product in _named(loop, "HGMMA")) == 2, blocks
+        registers = max(int(name) for line in code.instructions for name in re.findall(r"\bR(\d+)\b", line)) + 1
+        assert blocks.registers is None or registers <= blocks.registers, blocks
+        small = index > 0 and head_dim <= 128 and not blocks.ahead
+        assert not small or 2 * (code.shared + 1024) <= 228 << 10, blocks
+        assert code.shared <= shared_bytes(blocks, head_dim, 2, has_many=True, stages=3, generation=9), blocks
+        first, last = (next(at for at, line in enumerate(loop) if sign in line) for sign in ("HGMMA", "gsb0"))
+        assert bool(_named(loop[first:last], "MUFU")) == blocks.ahead, "the softmax runs during the scores' products"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

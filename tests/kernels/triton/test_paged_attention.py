@@ -163,6 +163,7 @@ def test_the_reference_is_the_attention_of_torch() -> None:
     softcap=st.one_of(st.none(), st.just(1.5)),
     sinks=st.booleans(),
     keys_per_piece=st.sampled_from([EVERYTHING, 16, 40]),
+    ahead=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_any_microbatch_is_exact(
@@ -175,11 +176,13 @@ def test_any_microbatch_is_exact(
     softcap: float | None,
     sinks: bool,
     keys_per_piece: int,
+    ahead: bool,
     seed: int,
 ) -> None:
     """In float16 weights and outputs are rounded to 11 bits, each by at most 2^-12 of the largest value."""
     case = Case(extents, page_size, *heads, head_dim, dtype, seed)
-    found = case.run(case.cut(window, keys_per_piece), softcap=softcap, sinks=sinks)
+    work = case.cut(window, keys_per_piece, replace(case.small_blocks(), ahead=ahead))
+    found = case.run(work, softcap=softcap, sinks=sinks)
     assert found.dtype == dtype
     largest = float(case.kv.values(0).nan_to_num().abs().max())
     tolerance = 2e-6 if dtype == torch.float32 else 2.2 * 2**-12 * largest
@@ -234,6 +237,21 @@ def test_batch_mates_change_no_bit(keys_per_piece: int) -> None:
         case.choose(range(index, index + 1))
         case.query = query[rows]
         assert torch.equal(case.run(case.cut(100, keys_per_piece), sinks=True), together[rows])
+
+
+def test_keys_of_a_tile_change_bits_and_its_rows_and_products_ahead_do_not() -> None:
+    """A row adds up the same blocks of keys in the same order. Blocks in which it sees no key change nothing."""
+    case = Case([(30, 40), (140, 1), (5, 90)])
+    small, tall, ahead, narrow = (
+        case.run(case.cut(None, EVERYTHING, blocks), sinks=True)
+        for blocks in (
+            Blocks(2, 16, 32, 32),
+            Blocks(2, 16, 64, 32),
+            Blocks(2, 16, 64, 32, ahead=True),
+            Blocks(2, 16, 64, 16),
+        )
+    )
+    assert torch.equal(small, tall) and torch.equal(small, ahead) and not torch.equal(small, narrow)
 
 
 @pytest.mark.parametrize("window", [None, 37])
@@ -468,6 +486,7 @@ for arch, has_many, head_dim, group in shapes:
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_DIM": block_dim}
     rows = {"FEW_ROWS": blocks.few_rows, "MANY_ROWS": blocks.many_rows if has_many else 0, "BLOCK_KEYS": blocks.keys}
     rule = {"HAS_SOFTCAP": True, "HAS_WINDOW": True, "HAS_SPLITS": True, "PAGE_SIZE": 16, "COLUMNS": PIECE_COLUMNS}
+    rule["AHEAD"] = False
     # The least of each generation's devices, as sm_86 in the name of sm_80's code.
     room = {80: 99 << 10, 90: 227 << 10}[arch]
     how = {"has_many": has_many, "generation": arch // 10}

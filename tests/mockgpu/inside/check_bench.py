@@ -18,6 +18,7 @@ from sarathi_pp.bench.gpu.worker import make_bench, run_parts
 TINY = ModelShape(16, 32, 1, 2, 1, 64)
 SIZES = Sizes(
     large=TINY,
+    wide=ModelShape(512, 32, 1, 2, 1, 64),
     small=TINY,
     matrix=64,
     array_bytes=1 << 16,
@@ -55,9 +56,22 @@ def test_every_part_runs_on_a_device(monkeypatch, tmp_path):
         assert {*found} - {"rivals"} == {"triton", "varlen", "sdpa"} | others
         assert all(taken["s"] > 0 for taken in backends.values()), backends
     assert decodes["share_of_bandwidth"] > 0
+    tiles = {head: document["tiles"][f"heads of {head}"] for head in (8, 256)}
+    assert all({*of_head} == {"chunk", "mixed"} for of_head in tiles.values()), "decodes alone have no other tile"
+    names = [
+        "128 rows x 64 keys",
+        "64 rows x 64 keys",
+        "128 rows x 32 keys, 128 registers",
+        "128 rows x 64 keys, ahead",
+    ]
+    assert list(tiles[8]["chunk"]) == names
+    assert list(tiles[256]["mixed"]) == ["64 rows x 32 keys", "128 rows x 32 keys"]
+    assert all(taken["s"] > 0 for of_head in tiles.values() for found in of_head.values() for taken in found.values())
     checks = [check for name in PARTS for check in json.loads((tmp_path / f"{name}.json").read_text())["checks"]]
     met = {check["what"]: check["met"] for check in checks}
     assert {f"{name}: nearer to float32 than transformers by" for name in ("triton", "varlen", "sdpa")} <= {
         what for what, found in met.items() if found
     }
     assert any(what.startswith("chunk: Triton next to") for what in met)
+    assert all(found for what, found in met.items() if what.endswith("is exact"))
+    assert sum(what.endswith("is exact") for what in met) == 12

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sarathi_pp.config import ResolvedRun
@@ -198,11 +199,14 @@ class Edges:
         return self._gloo_edge(edge, peer, codec.SMALL_FRAME_BYTES, Payloads.none())
 
 
-def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -> ShardGroup | None:
+def open_shard_group(
+    plane: ControlPlane, peer_timeout_s: float, backend: str, device: torch.device
+) -> ShardGroup | None:
     """Connect the ranks that hold one stage together (tensor parallelism). Every rank of the run calls it.
 
     Args:
         backend: "gloo" or "nccl".
+        device: device of this rank.
 
     Returns:
         The group of this rank's stage; None if the rank holds its stage alone.
@@ -216,6 +220,10 @@ def open_shard_group(plane: ControlPlane, peer_timeout_s: float, backend: str) -
             if group is not None:
                 others = tuple(plane.name(rank) for rank in ranks if rank != plane.env.rank)
                 shards = ShardGroup(own.shard, mesh.shards, others, group, SystemClock())
+    if shards is not None and backend == "nccl":
+        # NCCL connects in the first sum, and reads the environment there. No CUDA graph can contain that.
+        with plane.surrounded(backend):
+            shards.all_reduce(torch.zeros(1, device=device))
     return shards
 
 

@@ -20,6 +20,9 @@ from sarathi_pp.wire.nccl_channel import SideStream
 # The gloo group of an edge reports the loss of the other rank. With torch's defaults, a thread of torch would abort the
 # process before that. Another thread of torch would abort a process whose device is slow.
 _NCCL_WATCHED_ELSEWHERE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+# NCCL would register the buffers of the sums in a CUDA graph while it captures them. For this, the ranks wait for each
+# other on the host. If the capture fails on one rank, the others would wait forever.
+_NCCL_CAPTURES_ALONE = {"NCCL_GRAPH_REGISTER": "0"}
 # Timeout in seconds of a communicator of one rank, which waits for no other rank.
 _ALONE_S = 600.0
 
@@ -107,7 +110,8 @@ def surroundings(backend: str, interface: str, nccl_interface: str | None) -> Ma
     if backend != "nccl":
         return {INTERFACE_VARIABLE: interface}
     # "=" means exactly this name, and not all names that begin with it.
-    return {NCCL_INTERFACE_VARIABLE: nccl_interface or f"={interface}", **_NCCL_WATCHED_ELSEWHERE}
+    addresses = {NCCL_INTERFACE_VARIABLE: nccl_interface or f"={interface}"}
+    return {**addresses, **_NCCL_WATCHED_ELSEWHERE, **_NCCL_CAPTURES_ALONE}
 
 
 @contextmanager

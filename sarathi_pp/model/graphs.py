@@ -34,6 +34,10 @@ _MOST_TOKENS = 2048
 _STEPS_PER_DOUBLING = 8
 
 
+class CaptureError(RuntimeError):
+    """Work cannot be captured as a CUDA graph."""
+
+
 class Graph(Protocol):
     """Work of a device that is recorded once and repeated at the same addresses."""
 
@@ -53,11 +57,18 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, work: Callable[[], None]) -> None:
+        """Capture the work.
+
+        Raises:
+            CaptureError: it cannot be captured, for example because the host waits for the device in it.
+        """
         before = torch.cuda.current_stream()
         try:
             # thread_local: calls of other threads to the device do not disturb the capture.
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
         finally:
             # A failed capture leaves its own stream as the current one, and copies of inputs do not wait for that one.
             torch.cuda.set_stream(before)
@@ -111,6 +122,9 @@ def _up(count: int, sizes: Sequence[int]) -> int:
 class StageGraphs:
     """The CUDA graphs of one stage, captured when this object is made.
 
+    First all shapes are launched without a graph, then all are captured. So a rank of a tensor-parallel stage launches
+    no sum after the first capture, and the other ranks wait for none of its sums if a capture fails.
+
     Attributes:
         hits: number of microbatches that a graph ran.
         misses: number of microbatches that fit no graph.
@@ -118,6 +132,9 @@ class StageGraphs:
     Args:
         shapes: largest microbatch of each graph, the largest first.
         graphs: an empty graph for each shape.
+
+    Raises:
+        CaptureError: a capture has failed.
     """
 
     def __init__(
@@ -137,15 +154,17 @@ class StageGraphs:
         self._graphs: list[_StageGraph] = []
         most_rows = max(shape.num_seqs if model.has_lm_head else shape.num_tokens for shape in shapes)
         outs: dict[int, Tensor] = {}  # by width: on the last stage some graphs end before the LM head
+        widths = []
         for shape, graph in zip(shapes, graphs, strict=True):
             stage_graph = _StageGraph(model, kv, shape, x, num_heads, device, graph)
             y = stage_graph.warm_up()
-            width = y.shape[1]
-            if width not in outs:
-                outs[width] = torch.empty((most_rows, width), dtype=y.dtype, device=device)
+            widths.append(y.shape[1])
+            if widths[-1] not in outs:
+                outs[widths[-1]] = torch.empty((most_rows, widths[-1]), dtype=y.dtype, device=device)
             del y  # the next shape warms up in its memory
-            stage_graph.capture(outs[width])
             self._graphs.append(stage_graph)
+        for stage_graph, width in zip(self._graphs, widths, strict=True):
+            stage_graph.capture(outs[width])
         self._graphs.reverse()
 
     def prepare(

@@ -57,11 +57,13 @@ class TensorShard:
             summands must not depend on the place in the tensor or on its shape. Otherwise the result of a row would
             depend on the rows computed with it. gloo's all-reduce of three or more ranks breaks this rule. Gathering
             the tensors and adding them in the order of the shards' indices keeps it.
+        capturable: CUDA graphs can contain the sums.
     """
 
     index: int
     size: int
     all_reduce: Callable[[Tensor], Tensor]
+    capturable: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.size, f"shard {self.index} of {self.size}"

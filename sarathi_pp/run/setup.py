@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.fingerprint import rank_fingerprint
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_options
 from sarathi_pp.errors import OutputError
+from sarathi_pp.model.memory import give_back
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.host import host_id
 from sarathi_pp.process.watchdog import Watchdog
@@ -237,9 +238,11 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
         split = partition(facts.num_layers, mesh.stages, config.layer_split)
     layers = split[member.coordinate.stage]
     dtype: torch.dtype = getattr(torch, checked.dtypes.compute)
-    shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name)
-    with agreement.step("loading transformers and choosing kernels"):
+    shards = open_shard_group(member.plane, config.peer_timeout_s, start.transport.name, start.device)
+    with agreement.step("loading transformers and choosing kernels") as step:
         maker = _choose_maker(member, start, dtype, shards)
+        step.own = {"captures": maker.captures}
+    maker.captures = _all_in_stage(member, step, "captures")
     with agreement.step("adding up weights") as step:
         step.own = Demand(maker.weight_bytes(layers), pools_of(start.device)).to_json()
     weights = _require_room(member, step, "weights", _fewer_weights(checked, start.device))
@@ -307,8 +310,14 @@ def make_stage(
     with agreement.step(f"adding up {pages}") as step:
         step.own = Demand(maker.shard_bytes(run, loaded.layers), pools_of(start.device)).to_json()
     _require_room(member, step, pages, _FEWER_PAGES)
-    with agreement.step("making its stage"):
+    shards = loaded.shards
+    # NCCL reads its environment when sums are captured, too.
+    surroundings = nullcontext() if shards is None else member.plane.surrounded(start.transport.name)
+    with agreement.step("making its stage") as step, surroundings:
         stage = maker.make(run, loaded.layers, loaded.dtype)
+        step.own = {"graphed": stage.graphed is not None}
+    if shards is not None:
+        _share_graphs(member, stage, step)
     longest = run.max_model_len
     num_tokens, num_keys = min(run.chunk_size, longest, _WARM_UP_TOKENS), min(longest, _WARM_UP_KEYS)
     with agreement.step("compiling kernels and warming up") as step:
@@ -395,6 +404,28 @@ def open_pipeline(
     return Pipeline(upstream, runner, remotes, tuple(edges.shared))
 
 
+def _share_graphs(member: Member, stage: Stage, step: Step) -> None:
+    """Drop the CUDA graphs of a tensor-parallel stage if a rank of it has none. Otherwise drop them before NCCL closes.
+
+    A sum must be in a graph on all ranks of the stage or on none. NCCL closes a communicator only when no graph
+    contains its sums, and waits until then.
+
+    Args:
+        step: a step that has ended. Its answers have the key `graphed`.
+    """
+    if stage.graphed is not None and not _all_in_stage(member, step, "graphed"):
+        _log.warning("no CUDA graphs, each microbatch is launched without one: another rank of this stage has none")
+        stage.drop_graphs()
+        give_back()
+    member.plane.resources.callback(stage.drop_graphs)
+
+
+def _all_in_stage(member: Member, step: Step, name: str) -> bool:
+    """Return whether all ranks of this rank's stage have answered True under this name in a step that has ended."""
+    coordinate = member.coordinate
+    return all(step.answers[rank][name] for rank in member.mesh.shard_ranks(coordinate.replica, coordinate.stage))
+
+
 def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards: ShardGroup | None) -> StageMaker:
     """Return the maker of this rank's stage.
 
@@ -410,15 +441,16 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
     from sarathi_pp.stages.model_stage import ModelStages
 
     assert checked.model_dir is not None, "only emulated stages have no model"
+    by_nccl = start.transport.name == "nccl"
     return ModelStages(
         config,
         checked.model_dir,
         checked.facts,
         dtype,
         start.device,
-        TensorShard(shards.index, shards.size, shards.all_reduce) if shards is not None else None,
+        TensorShard(shards.index, shards.size, shards.all_reduce, capturable=by_nccl) if shards is not None else None,
         moves_head=moves,
-        by_nccl=start.transport.name == "nccl",
+        by_nccl=by_nccl,
         dequantised=getattr(torch, checked.dtypes.weights),
         float8=checked.dtypes.float8,
     )

@@ -117,6 +117,9 @@ class EmulatedStage:
 
         return compute
 
+    def drop_graphs(self) -> None:
+        """Do nothing: an emulated stage has no graphs."""
+
     def warm_up(self, num_tokens: int, num_keys: int) -> None:
         """Do nothing: nothing is compiled or allocated on first use."""
 
@@ -156,6 +159,7 @@ class EmulatedStages:
 
     def __init__(self, config: RunConfig, profile: Profile, clock: Clock, *, moves_head: bool) -> None:
         self.has_head = moves_head
+        self.captures = False
         self.reading = ""
         self.page_size = config.page_size or profile.page_size
         self._profile = profile

@@ -32,7 +32,7 @@ from sarathi_pp.model.attention import CapturableBackend, Needs, choose_backend
 from sarathi_pp.model.batch_invariant import has_equal_decodes
 from sarathi_pp.model.fuse.compiled_layers import choose_team
 from sarathi_pp.model.fuse.packed_linear import product_name, warm_linears
-from sarathi_pp.model.graphs import CudaGraph, StageGraphs, graph_shapes
+from sarathi_pp.model.graphs import CaptureError, CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
@@ -123,6 +123,7 @@ class ModelStages:
         self._loaded: StageModel | None = None
         self._head: LMHead | None = None
         self._working = 0
+        self.captures = self._can_capture()
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
         held = HeldTypes.on(self._device.type, self._dtype, self._dequantised, float8=self._float8)
@@ -187,9 +188,8 @@ class ModelStages:
         warm_linears(self._loaded.module, run.max_microbatch_tokens, SystemClock().now)
         if self._head is not None:
             warm_linears(self._head.module, run.max_num_seqs, SystemClock().now)
-        graphed = self._has_graphs()
-        kv = make_shard(run, facts, layers, dtype, self._device, spare=graphed)
-        graphs = self._capture(run, kv) if graphed else None
+        kv = make_shard(run, facts, layers, dtype, self._device, spare=self.captures)
+        graphs = self._capture(run, kv) if self.captures else None
         debug_nan = self._config.debug_nan
         sizes = facts.hidden_size, dtype, self._device
         return ModelStage(
@@ -203,14 +203,14 @@ class ModelStages:
             ahead=run.issues_ahead,
         )
 
-    def _has_graphs(self) -> bool:
+    def _can_capture(self) -> bool:
         if self._device.type != "cuda" or self._config.enforce_eager:
             return False
         if self._facts.has_states:
             _log.info("no CUDA graphs: layers that keep states are not captured")
             return False
-        if self._shard is not None and self._shard.size > 1:
-            _log.info("no CUDA graphs: the sums of tensor shards between products are not captured")
+        if self._shard is not None and self._shard.size > 1 and not self._shard.capturable:
+            _log.info("no CUDA graphs: gloo adds up the results of tensor shards on the host")
             return False
         if not isinstance(self._backend, CapturableBackend):
             _log.info("no CUDA graphs: attention %s cannot be captured", self._backend.name)
@@ -221,6 +221,10 @@ class ModelStages:
         """Capture the stage's work as CUDA graphs, one for each of some sizes of microbatches.
 
         Return None if capturing fails, for example because the host must read the number of tokens of an expert.
+
+        Raises:
+            RuntimeError: with tensor parallelism, a microbatch cannot be computed. The other ranks of the stage wait
+                for its sums.
         """
         facts, pool = self._facts, torch.cuda.graph_pool_handle()
         shapes = graph_shapes(run.max_microbatch_tokens, run.max_num_seqs)
@@ -238,6 +242,8 @@ class ModelStages:
             _log.info("%d graphs of up to %d tokens", len(shapes), shapes[0].num_tokens)
             return graphs
         except RuntimeError as error:
+            if self._shard is not None and not isinstance(error, CaptureError):
+                raise
             _log.warning("no CUDA graphs, each microbatch is launched without one: %s", str(error).splitlines()[0])
         # Not inside the except block: there, the traceback still holds the captured graphs.
         give_back()
@@ -259,7 +265,7 @@ class ModelStages:
         try:
             kv = KVShard(layers, 1, self.page_size, facts.caches, self._dtype, device, num_slots=1, spare=True)
             computing = measure_working_bytes(
-                self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self._has_graphs()
+                self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self.captures
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -351,6 +357,9 @@ class ModelStage:
     @property
     def graphed(self) -> tuple[int, int] | None:
         return None if self._graphs is None else (self._graphs.hits, self._graphs.misses)
+
+    def drop_graphs(self) -> None:
+        self._graphs = None
 
     def prepare(self, microbatch: MicroBatch) -> Compute:
         spans, ids = self._spans(microbatch)

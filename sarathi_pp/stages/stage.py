@@ -78,6 +78,10 @@ class Stage(Protocol):
     @property
     def graphed(self) -> tuple[int, int] | None: ...
 
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs, if there are any, and free their memory. Later microbatches run without graphs."""
+        ...
+
     def prepare(self, microbatch: MicroBatch) -> Compute:
         """Prepare a microbatch on the host: page tables, indices, token ids.
 
@@ -119,10 +123,14 @@ class StageMaker(Protocol):
         equal_decodes: a decode writes the same keys and values as a prompt chunk would, to the last bit.
         draws_ahead: the stage can compute a decode of a token that it drew in the microbatch before, when the host does
             not know the token yet.
+        captures: stages of this maker try to capture CUDA graphs. Set it to False before `load` if another rank of a
+            tensor-parallel stage cannot capture, because all ranks must compute the same microbatches.
         has_head: True if the run wants the first stage to have the LM head too. On the first stage, `load` sets it to
             False if there is no room.
         reading: an object whose text shows how much of the weights `load` has read.
     """
+
+    captures: bool
 
     @property
     def page_size(self) -> int: ...

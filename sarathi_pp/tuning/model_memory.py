@@ -287,7 +287,7 @@ class ModelMemory:
         largest = LargestMicrobatch.of(parse_policy(config.policy), limits)
         mlp = read_mlp(self.model.directory, facts)
         mlp = replace(mlp, width=-(-mlp.width // shards))
-        graphed = self.device == "cuda" and not config.enforce_eager and shards == 1 and not facts.has_states
+        graphed = self.device == "cuda" and not config.enforce_eager and not facts.has_states
         without, with_head = (
             estimate_working_bytes(
                 self.rank_facts, mlp, largest, self.dtype.itemsize, has_lm_head=has_lm_head, graphed=graphed

@@ -65,6 +65,7 @@ def test_nccl_listens_where_gloo_does_unless_the_user_says_otherwise():
     assert surroundings("nccl", "lo", None)["NCCL_SOCKET_IFNAME"] == "=lo"
     assert surroundings("nccl", "eth0", "ib0,ib1")["NCCL_SOCKET_IFNAME"] == "ib0,ib1"
     assert surroundings("nccl", "lo", None)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert surroundings("nccl", "lo", None)["NCCL_GRAPH_REGISTER"] == "0"
 
 
 class Calls:

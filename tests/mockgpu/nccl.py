@@ -6,6 +6,8 @@ the other end never matches it, waiting for its stream blocks. Here the call alr
 
 from __future__ import annotations
 
+import os
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +70,10 @@ class Gloo:
         self._gloo.shutdown()
 
 
+class _Captured:
+    """A captured sum, which is kept by its graph alone."""
+
+
 class Nccl:
     """NCCL, which has a stream of its own from the first transfer on."""
 
@@ -77,6 +83,7 @@ class Nccl:
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self._gloo: Any = _Gloo(store, rank, size, options._timeout)
         self._stream: Stream | None = None
+        self._captured: list[weakref.ref[_Captured]] = []
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Transfer:
         (tensor,) = tensors
@@ -98,10 +105,39 @@ class Nccl:
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Transfer:
         (tensor,) = tensors
+        if machine.recording() is not None:
+            return self._capture_sum(tensor, options)
         return _sum(self._gloo, tensor, self._enter(tensor), options)
 
     def shutdown(self) -> None:
+        if any(captured() is not None for captured in self._captured):
+            TIMELINE.report("a communicator is closed before the graphs that contain its sums: it waits forever")
         self._gloo.shutdown()
+
+    def _capture_sum(self, tensor: Any, options: Any) -> Transfer:
+        """Record a sum. The ranks wait for each other only if buffers are registered."""
+        recording = machine.recording()
+        assert recording is not None
+        if self._stream is None:
+            forbid_in_capture("connecting")
+        if os.environ.get("MOCK_CAPTURE_FAILS_ON", "none") == os.environ.get("LOCAL_RANK"):
+            forbid_in_capture("a sum on this rank")
+        if os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+            self._gloo.allreduce([torch.zeros(1)], options).wait()
+        place, captured = recording.hold(tensor.host), _Captured()
+        self._captured.append(weakref.ref(captured))
+
+        def redo() -> None:
+            host = machine.released(place)
+            total = host.clone()
+            self._gloo.allreduce([total], options).wait()
+            host.copy_(total)
+            assert captured is not None, "the graph keeps it"
+
+        recording.work.append(redo)
+        recording.reads.append(place)
+        recording.writes.append(place)
+        return Transfer(machine.current_stream(tensor.device))
 
     def _enter(self, tensor: Any) -> Stream:
         """Return the communicator's stream, after the work that the caller's stream has."""

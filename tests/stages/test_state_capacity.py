@@ -142,7 +142,7 @@ def test_stages_that_keep_states_have_no_graphs(
     stages = ModelStages(CONFIG, ADDER, facts, DTYPE, CPU)
     monkeypatch.setattr(stages, "_device", torch.device("cuda"))
     with caplog.at_level("INFO"):
-        assert not stages._has_graphs()
+        assert not stages._can_capture()
     assert "layers that keep states are not captured" in caplog.text
 
 

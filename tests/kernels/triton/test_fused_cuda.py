@@ -148,9 +148,9 @@ def test_tensor_shards_add_up_behind_fused_products(
     assert torch.allclose(torch.cat(found), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_shards_add_up_is_in_no_graph(size: int) -> None:
-    shard = TensorShard(0, size, lambda x: x)
+@pytest.mark.parametrize(("size", "by_nccl"), [(1, False), (2, False), (2, True)])
+def test_sums_of_shards_are_captured_if_nccl_adds_up(size: int, by_nccl: bool) -> None:
+    shard = TensorShard(0, size, lambda x: x, capturable=by_nccl)
     stages: Any = SimpleNamespace(
         _device=torch.device("cuda"),
         _config=SimpleNamespace(enforce_eager=False),
@@ -158,4 +158,4 @@ def test_what_shards_add_up_is_in_no_graph(size: int) -> None:
         _shard=shard,
         _facts=SimpleNamespace(has_states=False),
     )
-    assert ModelStages._has_graphs(stages) == (size == 1)
+    assert ModelStages._can_capture(stages) == (size == 1 or by_nccl)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
 from sarathi_pp.model.attention.triton import TritonAttention
-from sarathi_pp.model.graphs import Shape, StageGraphs, graph_shapes, graph_sizes
+from sarathi_pp.model.graphs import CaptureError, Shape, StageGraphs, graph_shapes, graph_sizes
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage
@@ -226,6 +226,33 @@ def test_sequences_that_share_pages_may_have_more_page_ids_than_there_are_pages(
         assert torch.allclose(found[0], found[1], rtol=0, atol=1e-5)
         assert stage.graphs is not None
         assert stage.graphs.hits == hits
+
+
+@torch.inference_mode()
+def test_every_shape_is_launched_before_the_first_capture(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed capture on one rank of a tensor-parallel stage, no other rank may wait for a sum."""
+    loaded = load_stage(model, (0, 1), NUM_LAYERS, torch.float32, CPU, TritonAttention())
+    config, events = loaded.module.config, list[str]()
+    kv = KVShard((0, 1), 4, PAGE_SIZE, plain_caches(1, config.num_key_value_heads, 16), torch.float32, CPU, spare=True)
+    forward = StageModel.forward
+
+    def launch(*given: Any) -> Tensor:
+        events.append("launch")
+        return forward(*given)
+
+    monkeypatch.setattr(StageModel, "forward", launch)
+
+    class Failing:
+        def capture(self, work: Callable[[], None]) -> None:
+            events.append("capture")
+            raise CaptureError("operation not permitted when stream is capturing")
+
+        def replay(self) -> None: ...
+
+    shapes = (Shape(3, 2, decodes=False), Shape(2, 2, decodes=True))
+    with pytest.raises(CaptureError, match="not permitted"):
+        StageGraphs(loaded, kv, shapes, config.hidden_size, config.num_attention_heads, CPU, [Failing(), Failing()])
+    assert events == ["launch", "launch", "capture"]
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 64, 100, 512, 1000])

@@ -18,7 +18,7 @@ from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow, Scored
 from sarathi_pp.drawing.scoring import SLICE_ROWS, score
 from sarathi_pp.errors import CapacityError
 from sarathi_pp.model.attention.triton import TritonAttention
-from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
+from sarathi_pp.model.graphs import CaptureError, CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back
@@ -106,7 +106,7 @@ def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
     """Another stream would be current from then on, and no input waits for it."""
     x = torch.ones(2, device=GPU)
     before = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError, match="previous error during capture"):
+    with pytest.raises(CaptureError, match="previous error during capture"):
         CudaGraph(torch.cuda.graph_pool_handle()).capture(lambda: x.tolist())
     assert torch.cuda.current_stream().number == before.number
     give_back()

@@ -17,6 +17,7 @@ from sarathi_pp.checkpoint.surplus import draft_layers, needed_tensors
 _MODULES = ("self_attn", "mlp", "feed_forward", "block_sparse_moe")
 # The projection of latents is absorbed into queries and outputs when it is loaded.
 _ABSORBED = "kv_b_proj"
+_OF_EXPERTS = re.compile(r"\.\d+\.mlp\.experts\.[^.]+$")
 _IN_LAYER = re.compile(r"\.\d+\.(?P<module>[^.]+)\.(?:.+\.)?(?P<name>[^.]+)\.weight$")
 
 
@@ -34,14 +35,16 @@ def weight_entries(config: ConfigFile, checkpoint: Checkpoint) -> Mapping[str, E
     return tensors if scheme is None else join_parts(tensors, scheme, checkpoint.aliases)
 
 
-def stays_float8(key: str, entry: Entry) -> bool:
-    """Return whether a weight can stay in FP8 as it is stored: one of a linear layer or of an expert.
+def stays_coded(key: str, entry: Entry) -> bool:
+    """Return whether a weight can stay as codes and scales: one of a linear layer or of experts, in FP8 or MXFP4.
 
     Others are dequantised, such as those that latent attention absorbs.
 
     Args:
         key: name of the weight.
     """
+    if not isinstance(entry, TensorEntry) and entry.layout == "mxfp4":
+        return _OF_EXPERTS.search(key) is not None
     found = _IN_LAYER.search(key)
     if isinstance(entry, TensorEntry) or found is None or found["module"] not in _MODULES:
         return False

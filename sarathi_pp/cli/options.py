@@ -123,7 +123,7 @@ MODEL = OptionGroup(
         "--weights",
         type=click.Choice(WEIGHTS),
         default="dtype",
-        help="Dequantise weights to dtype, or keep those in FP8 on a GPU.",
+        help="Dequantise weights to dtype, or keep FP8 and MXFP4 on a GPU.",
     ),
     Option("--device", type=click.Choice(DEVICES), default="auto", help="Device that the stages compute on."),
     Option("--attention", type=click.Choice(ATTENTIONS), default="auto", help="Implementation of attention."),

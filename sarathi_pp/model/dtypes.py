@@ -18,6 +18,8 @@ from pathlib import Path
 from sarathi_pp.errors import ConfigError
 
 _NARROW = ("bfloat16", "float16")
+# Bits of a code, by parts of the forms' names for the user. Weights in these forms can stay as they are stored.
+_CODE_BITS = {"fp8": 8, "mxfp4": 4}
 # Instructions with which oneDNN multiplies bfloat16 fast.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -30,16 +32,22 @@ class Dtypes:
         compute: type of activations, KV pages and logits.
         weights: type to which quantised weights are dequantised. Others stay in the type in which they are stored if
             `compute` can hold all its values.
-        float8: weights in FP8 stay as they are stored, and each product expands them to `compute`.
+        code_bits: bits of a code of the weights that stay as they are stored. Each product expands them to `compute`.
+            None: all weights are dequantised.
     """
 
     compute: str
     weights: str
-    float8: bool = False
+    code_bits: int | None = None
+
+    @property
+    def coded(self) -> bool:
+        """Return whether weights stay as codes and scales."""
+        return self.code_bits is not None
 
 
-def keeps_float8(weights: str, quantised: str | None, device: str) -> bool:
-    """Return whether weights in FP8 stay as they are stored.
+def stored_code_bits(weights: str, quantised: str | None, device: str) -> int | None:
+    """Return the bits of a code of weights that stay as they are stored; None if they are dequantised.
 
     Args:
         weights: the option --weights.
@@ -47,21 +55,39 @@ def keeps_float8(weights: str, quantised: str | None, device: str) -> bool:
         device: the option --device.
 
     Raises:
-        ConfigError: the user wishes it, and the weights are in no FP8 or the device is a CPU.
+        ConfigError: the user wishes it, and the weights are not in FP8 or MXFP4, or the device is a CPU.
     """
     if weights != "stored":
-        return False
-    if quantised is None or "fp8" not in quantised.lower():
+        return None
+    bits = _code_bits(quantised)
+    if bits is None:
         found = "not quantised" if quantised is None else f"stored as {quantised}"
-        raise ConfigError(f"--weights stored: the weights are {found}; use a checkpoint in FP8, or leave out --weights")
+        raise ConfigError(
+            f"--weights stored: the weights are {found}; use a checkpoint in FP8 or MXFP4, or leave out --weights"
+        )
     if device == "cpu":
         raise ConfigError(
-            "--weights stored: a CPU cannot keep weights in FP8; leave out --weights, or use --device cuda"
+            "--weights stored: a CPU cannot keep weights as they are stored; leave out --weights, or use --device cuda"
         )
-    return True
+    return bits
 
 
-def choose_dtypes(wish: str, stored: str, device: str, *, quantised: bool = False, float8: bool = False) -> Dtypes:
+def can_stay_coded(quantised: str | None) -> bool:
+    """Return whether weights in this form can stay as they are stored on a GPU.
+
+    Args:
+        quantised: form of the stored weights, for the user; None if they are not quantised.
+    """
+    return _code_bits(quantised) is not None
+
+
+def _code_bits(quantised: str | None) -> int | None:
+    return next((bits for form, bits in _CODE_BITS.items() if form in (quantised or "").lower()), None)
+
+
+def choose_dtypes(
+    wish: str, stored: str, device: str, *, quantised: bool = False, code_bits: int | None = None
+) -> Dtypes:
     """Return the float types of a run.
 
     Args:
@@ -69,11 +95,11 @@ def choose_dtypes(wish: str, stored: str, device: str, *, quantised: bool = Fals
         stored: type of the checkpoint's weights. For quantised ones, the type that config.json names.
         device: the option --device. CPUs are taken to be like the one here.
         quantised: the weights are quantised. They are dequantised to the type that the user wishes.
-        float8: see Dtypes. No CPU keeps weights in FP8.
+        code_bits: see Dtypes. No CPU keeps weights as they are stored.
     """
-    if float8:
+    if code_bits is not None:
         compute = stored if wish == "auto" else wish
-        return Dtypes(compute, compute, float8=True)
+        return Dtypes(compute, compute, code_bits)
     if wish != "auto":
         narrow = wish == "float32" and stored in _NARROW and not quantised
         return Dtypes(wish, stored if narrow and has_float_products() and computes_on_cpu(device) else wish)

@@ -24,7 +24,7 @@ from sarathi_pp.checkpoint.facts.families import Family
 from sarathi_pp.checkpoint.facts.pretrained import load_config, quiet_transformers
 from sarathi_pp.checkpoint.facts.support import absent_sizes, check_shards
 from sarathi_pp.checkpoint.files import Checkpoint, open_checkpoint
-from sarathi_pp.checkpoint.quantised.float8 import scratch_bytes
+from sarathi_pp.checkpoint.quantised.coded import scratch_bytes
 from sarathi_pp.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.checkpoint.stored_tensor import Weight
 from sarathi_pp.checkpoint.tensor_file import ReadCount
@@ -32,7 +32,7 @@ from sarathi_pp.errors import CapacityError, ConfigError, InputError, MissingErr
 from sarathi_pp.model.attention import AttentionBackend
 from sarathi_pp.model.attention.adapter import PAGED
 from sarathi_pp.model.attention.latent import LATENT, absorb_latents
-from sarathi_pp.model.float8.holder import Float8Holder, share_scratch
+from sarathi_pp.model.coded.holder import CodedHolder, share_scratch
 from sarathi_pp.model.fuse.bare_model import bare_lm_head, use_bare_model
 from sarathi_pp.model.fuse.compiled_layers import compile_layers
 from sarathi_pp.model.fuse.float_linear import NARROW
@@ -60,7 +60,7 @@ def load_stage(
     shard: TensorShard | None = None,
     count: ReadCount | None = None,
     dequantised: torch.dtype | None = None,
-    float8: bool = False,
+    coded: bool = False,
 ) -> StageModel:
     """Load the layers [first, end) of a model that `check_model` accepts, reading only their tensors.
 
@@ -71,7 +71,7 @@ def load_stage(
             every microbatch, each with the same number of KV heads.
         count: counter to which the bytes are added while they are read; None for a new one.
         dequantised: type to which quantised weights are dequantised; None for dtype.
-        float8: weights in FP8 stay as they are stored. Our Triton kernels must run on the device.
+        coded: weights in FP8 and MXFP4 stay as they are stored. Our Triton kernels must run on the device.
 
     Raises:
         MissingError: tensors are not in the checkpoint. The message names them.
@@ -87,7 +87,7 @@ def load_stage(
             f"requested; give num_layers={config.num_hidden_layers} and 0 <= first < end <= num_layers"
         )
     count = count or ReadCount()
-    held = HeldTypes.on(device.type, dtype, dequantised, float8=float8)
+    held = HeldTypes.on(device.type, dtype, dequantised, coded=coded)
     module, num_bytes = _load(directory, family, config, layers, held, device, room_bytes, shard, count)
     compile_layers(getattr(module.get_submodule(family.base), family.layers))
     use_long_rotary(module.get_submodule(family.base))
@@ -220,7 +220,7 @@ def _load_module(
     if held.as_stored:
         holds.append(partial(hold_narrow, narrow_type=_narrow_types(tensors, family)))
     weights: Mapping[str, Weight] = dict(tensors)
-    holder = Float8Holder(tensors, family.base) if held.float8 else None
+    holder = CodedHolder(tensors, family.base) if held.coded else None
     if holder is not None:
         weights = holder.weights
         # Weights that no module can hold take more, which is known before any weight is read.

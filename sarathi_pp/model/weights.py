@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sarathi_pp.checkpoint.entries import stays_float8
+from sarathi_pp.checkpoint.entries import stays_coded
 from sarathi_pp.checkpoint.facts.families import Family
 from sarathi_pp.checkpoint.files import TensorEntry
 from sarathi_pp.checkpoint.quantised.float8 import Float8Tensor
+from sarathi_pp.checkpoint.quantised.mxfp4 import Mxfp4Tensor
 from sarathi_pp.checkpoint.quantised.parts import Entry
 from sarathi_pp.checkpoint.quantised.tensor import QuantisedTensor
 from sarathi_pp.checkpoint.stored_tensor import StoredTensor, TurnedTensor, Weight
@@ -27,26 +28,26 @@ class HeldTypes:
         compute: type of activations, and of weights that are not held as they are stored.
         dequantised: type to which quantised weights are dequantised.
         as_stored: matrices of a narrower type stay as they are stored, and are widened in registers.
-        float8: weights in FP8 stay as they are stored, and each call expands them to `compute`.
+        coded: weights in FP8 and MXFP4 stay as they are stored, and each call expands them to `compute`.
     """
 
     compute: torch.dtype
     dequantised: torch.dtype
     as_stored: bool
-    float8: bool = False
+    coded: bool = False
 
     @classmethod
     def on(
-        cls, device: str, compute: torch.dtype, dequantised: torch.dtype | None = None, *, float8: bool = False
+        cls, device: str, compute: torch.dtype, dequantised: torch.dtype | None = None, *, coded: bool = False
     ) -> HeldTypes:
         """Return the types for a kind of device, "cpu" or "cuda".
 
         Args:
             dequantised: None if quantised weights become those of `compute`.
-            float8: weights in FP8 stay as they are stored.
+            coded: weights in FP8 and MXFP4 stay as they are stored.
         """
         as_stored = device == "cpu" and compute == torch.float32 and has_float_gemm()
-        return cls(compute, dequantised or compute, as_stored, float8)
+        return cls(compute, dequantised or compute, as_stored, coded)
 
     def of(self, entry: Entry) -> torch.dtype:
         """Return the type in which a weight is held.
@@ -98,15 +99,16 @@ def stage_tensors(
             # Few modules of learned positions are plain embeddings, which could hold a narrower type.
             of_positions = family.positions is not None and family.positions in key.split(".")
             dtype = held.compute if of_positions else held.of(entry)
-            if held.float8 and not isinstance(entry, TensorEntry) and stays_float8(key, entry):
-                chosen[key] = Float8Tensor(entry, count, dtype, device=device)
-            else:
-                chosen[key] = _weight(entry, count, dtype, device)
+            coded = held.coded and stays_coded(key, entry)
+            chosen[key] = _weight(entry, count, dtype, device, coded=coded)
     return chosen
 
 
-def _weight(entry: Entry, count: ReadCount, dtype: torch.dtype, device: torch.device | None) -> Weight:
+def _weight(entry: Entry, count: ReadCount, dtype: torch.dtype, device: torch.device | None, *, coded: bool) -> Weight:
     if not isinstance(entry, TensorEntry):
+        if coded:
+            kind = Mxfp4Tensor if entry.layout == "mxfp4" else Float8Tensor
+            return kind(entry, count, dtype, device=device)
         return QuantisedTensor(entry, count, dtype, device=device)
     if entry.turned:
         return TurnedTensor(entry, count, dtype, device=device)

@@ -106,10 +106,10 @@ def estimated_cost(
     )
 
 
-def _weight_bytes(dtypes: Dtypes) -> int:
-    """Return the bytes of memory that a product reads and writes for a weight. One in FP8 is expanded before."""
+def _weight_bytes(dtypes: Dtypes) -> float:
+    """Return the bytes of memory that a product reads and writes for a weight. A coded one is expanded before."""
     item_bytes = _item_bytes(dtypes.weights)
-    return 1 + 2 * item_bytes if dtypes.float8 else item_bytes
+    return item_bytes if dtypes.code_bits is None else dtypes.code_bits / 8 + 2 * item_bytes
 
 
 def _item_bytes(dtype: str) -> int:

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 import sarathi_pp
 from sarathi_pp.checkpoint.checksums import verify_checksums
-from sarathi_pp.checkpoint.entries import loaded_bytes, stays_float8, stored_bytes, weight_entries
+from sarathi_pp.checkpoint.entries import loaded_bytes, stays_coded, stored_bytes, weight_entries
 from sarathi_pp.checkpoint.facts.config_file import ConfigFile
 from sarathi_pp.checkpoint.facts.layer_cache import state_bytes, token_values
 from sarathi_pp.checkpoint.facts.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model
@@ -364,14 +364,14 @@ def _packages(device: torch.device) -> Iterator[Finding]:
         yield Finding("packages", name, "used" if name in serving else "unused", f"{found}; for {purpose}")
 
 
-def _sizes_in_fp8(entries: Mapping[str, Entry], dtype: str) -> str:
-    """Return what the weights take if those in FP8 stay so on a GPU, as the end of a sentence; empty if none can.
+def _sizes_as_stored(entries: Mapping[str, Entry], dtype: str) -> str:
+    """Return what the weights take if they stay as stored on a GPU, as the end of a sentence; empty if none can.
 
     Args:
         entries: the weights of the model by name.
         dtype: float type of the others.
     """
-    kept = [(entry, stays_float8(key, entry)) for key, entry in entries.items()]
+    kept = [(entry, stays_coded(key, entry)) for key, entry in entries.items()]
     if not any(stays for _, stays in kept):
         return ""
     num_bytes = sum(stored_bytes(entry) if stays else loaded_bytes(entry, dtype) for entry, stays in kept)
@@ -406,7 +406,7 @@ def _model(name: str, told: Callable[[ModelFacts], None], *, verify: bool) -> It
             return f"{stored} in {facts.dtype}, divided among the stages"
         loaded = in_gib(sum(loaded_bytes(entry, facts.dtype) for entry in entries))
         text = f"{stored} stored as {facts.quantised}; {loaded} in {facts.dtype}, divided among the stages"
-        return text + _sizes_in_fp8(named, facts.dtype)
+        return text + _sizes_as_stored(named, facts.dtype)
 
     def tokenizer() -> str:
         defaults = read_generation_config(directories[0])

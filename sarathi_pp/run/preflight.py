@@ -11,7 +11,7 @@ from pathlib import Path
 from sarathi_pp.checkpoint.checksums import verify_checksums
 from sarathi_pp.checkpoint.facts.support import WHY_NO_PREFIX_CACHE, ModelFacts, check_model, check_shards
 from sarathi_pp.checkpoint.fetch import find_model
-from sarathi_pp.checkpoint.quantised.scheme import DEQUANTISED, KEPT_IN_FP8
+from sarathi_pp.checkpoint.quantised.scheme import DEQUANTISED, KEPT_AS_STORED
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.partition import partition
@@ -30,7 +30,7 @@ from sarathi_pp.inputs.input_file import (
 )
 from sarathi_pp.inputs.input_format import InputFormat
 from sarathi_pp.inputs.scan import names_grammars, scan_input
-from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, keeps_float8, why_slow
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, computes_on_cpu, stored_code_bits, why_slow
 from sarathi_pp.outputs.journal import Start, holds_anything, read_done
 from sarathi_pp.outputs.profile_file import read_profile
 from sarathi_pp.outputs.run_directory import RunDirectory
@@ -179,7 +179,7 @@ def preflight(options: BatchOptions) -> Preflight:
         warnings.append(
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
         )
-    notes = [note.replace(DEQUANTISED, KEPT_IN_FP8) if dtypes.float8 else note for note in facts.notes]
+    notes = [note.replace(DEQUANTISED, KEPT_AS_STORED) if dtypes.coded else note for note in facts.notes]
     if facts.has_states and config.prefix_cache == "auto":
         notes.append(f"the prefix cache is off: {WHY_NO_PREFIX_CACHE}")
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(notes), tuple(warnings))
@@ -340,8 +340,9 @@ def dtypes_of(config: RunConfig, facts: ModelFacts) -> Dtypes:
     """Return the float types of a run. Emulated stages compute nothing, so their type is that of the profile."""
     if config.emulate is not None:
         return Dtypes(facts.dtype, facts.dtype)
-    float8 = keeps_float8(config.weights, facts.quantised, config.device)
-    return choose_dtypes(config.dtype, facts.dtype, config.device, quantised=facts.quantised is not None, float8=float8)
+    bits = stored_code_bits(config.weights, facts.quantised, config.device)
+    quantised = facts.quantised is not None
+    return choose_dtypes(config.dtype, facts.dtype, config.device, quantised=quantised, code_bits=bits)
 
 
 def _generation_defaults(config: RunConfig, model_dir: Path | None) -> GenerationDefaults:

@@ -37,6 +37,7 @@ from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.distributed.fingerprint import rank_fingerprint
 from sarathi_pp.distributed.transport import Transport, choose_transport, has_nccl, nccl_options
 from sarathi_pp.errors import OutputError
+from sarathi_pp.model.dtypes import can_stay_coded
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.process.host import host_id
@@ -452,14 +453,13 @@ def _choose_maker(member: Member, start: AgreedStart, dtype: torch.dtype, shards
         moves_head=moves,
         by_nccl=by_nccl,
         dequantised=getattr(torch, checked.dtypes.weights),
-        float8=checked.dtypes.float8,
+        coded=checked.dtypes.coded,
     )
 
 
 def _fewer_weights(checked: Preflight, device: torch.device) -> str:
     """Return advice to the user if the weights are too large."""
-    is_fp8 = "fp8" in (checked.facts.quantised or "").lower()
-    if device.type == "cuda" and is_fp8 and not checked.dtypes.float8:
+    if device.type == "cuda" and can_stay_coded(checked.facts.quantised) and not checked.dtypes.coded:
         return f"--weights stored, {_FEWER_WEIGHTS}"
     return _FEWER_WEIGHTS
 

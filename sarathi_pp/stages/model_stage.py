@@ -77,10 +77,10 @@ class ModelStages:
         moves_head: see ResolvedRun.
         by_nccl: NCCL carries the activations, so they are received into memory of the GPU.
         dequantised: type to which quantised weights are dequantised; None for dtype.
-        float8: weights in FP8 stay as they are stored.
+        coded: weights in FP8 and MXFP4 stay as they are stored.
 
     Raises:
-        ConfigError: the device cannot expand weights in FP8, or has no such attention backend.
+        ConfigError: the device cannot expand coded weights, or has no such attention backend.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class ModelStages:
         moves_head: bool = False,
         by_nccl: bool = False,
         dequantised: torch.dtype | None = None,
-        float8: bool = False,
+        coded: bool = False,
     ) -> None:
-        if float8 and (why := why_no_kernels(device)) is not None:
+        if coded and (why := why_no_kernels(device)) is not None:
             raise ConfigError(f"--weights stored: Triton expands the weights, and triton {why}; leave out --weights")
         needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks, facts.latent)
         backend = choose_backend(config.attention, device, config.page_size, needs)
@@ -115,7 +115,7 @@ class ModelStages:
         self._facts = facts if shard is None else facts.sharded(shard.size)
         self._dtype = dtype
         self._dequantised = dequantised
-        self._float8 = float8
+        self._coded = coded
         self._device = device
         self.has_head = moves_head
         self.reading = ReadCount()
@@ -126,7 +126,7 @@ class ModelStages:
         self.captures = self._can_capture()
 
     def weight_bytes(self, layers: tuple[int, int]) -> int:
-        held = HeldTypes.on(self._device.type, self._dtype, self._dequantised, float8=self._float8)
+        held = HeldTypes.on(self._device.type, self._dtype, self._dequantised, coded=self._coded)
         return stage_bytes(self._model_dir, layers, held, self._shard)
 
     def load(self, layers: tuple[int, int], room_bytes: int) -> None:
@@ -142,7 +142,7 @@ class ModelStages:
             self._shard,
             self.reading,
             self._dequantised,
-            self._float8,
+            self._coded,
         )
         if self.has_head and layers[0] == 0:
             self._load_head(room_bytes)

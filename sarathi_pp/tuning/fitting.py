@@ -167,7 +167,7 @@ def find_remedies(memory: ModelMemory, rooms: Rooms, chunk_size: int) -> Iterato
     separate = rooms.separate()
     if separate is None:
         return
-    yield from _weights_in_fp8(memory, separate, chunk_size)
+    yield from _weights_as_stored(memory, separate, chunk_size)
     if (count := _more_stages(memory, separate, chunk_size)) is not None:
         added = (count - len(separate)) * memory.config.tensor_parallel_size
         yield Remedy(("--stages", str(count)), f"with {added} more devices like the smallest one")
@@ -196,8 +196,8 @@ def _more_hosts(memory: ModelMemory, host: DeviceMemory, chunk_size: int) -> int
     return None
 
 
-def _weights_in_fp8(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> Iterator[Remedy]:
-    """Yield the option that keeps weights in FP8, if they are stored so and the model then fits the same devices."""
+def _weights_as_stored(memory: ModelMemory, rooms: Sequence[int], chunk_size: int) -> Iterator[Remedy]:
+    """Yield the option that keeps weights as they are stored, if the model then fits the same devices."""
     if memory.device != "cuda" or memory.config.weights != "dtype":
         return
     with suppress(ConfigError):

@@ -25,7 +25,7 @@ from sarathi_pp.checkpoint.kind import INDEX_FILE, SINGLE_FILE
 from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import MissingError
-from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, keeps_float8
+from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, stored_code_bits
 from sarathi_pp.model.kv import page_bytes
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.model.weights import HeldTypes
@@ -73,10 +73,10 @@ class PlannedModel:
         """Return notes for the user about the source of the sizes."""
         dtypes = self.dtypes(config, device)
         notes = []
-        if dtypes.float8:
+        if dtypes.coded:
             notes.append(
-                f"linear layers and experts stay in FP8, and each product expands them to {dtypes.compute}; weights "
-                f"include the memory for that"
+                f"weights of layers stay as they are stored ({self.facts.quantised}), and each product expands them to "
+                f"{dtypes.compute}; weights include the memory for that"
             )
         elif self.facts.quantised is not None:
             notes.append(
@@ -85,15 +85,15 @@ class PlannedModel:
             )
         if self.from_config:
             notes.append(f"the weights are not on this host; sizes are those of config.json in {dtypes.weights}")
-            if dtypes.float8:
-                notes.append("which of the weights are in FP8 is not known; the memory is at most that of this plan")
+            if dtypes.coded:
+                notes.append("which of the weights are quantised is not known; the memory is at most that of this plan")
         return notes
 
     def dtypes(self, config: RunConfig, device: str) -> Dtypes:
         """Return the float types of a run on "cpu" or "cuda". All CPUs are taken to be like the one here."""
         quantised = self.facts.quantised
-        float8 = keeps_float8(config.weights, quantised, device)
-        return choose_dtypes(config.dtype, self.facts.dtype, device, quantised=quantised is not None, float8=float8)
+        bits = stored_code_bits(config.weights, quantised, device)
+        return choose_dtypes(config.dtype, self.facts.dtype, device, quantised=quantised is not None, code_bits=bits)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Weights:
     def num_bytes(self, layers: Span) -> int:
         """Return the bytes of the layers [first, end), with the embedding and the LM head at the ends.
 
-        The memory into which weights in FP8 are expanded is included. For an empty range at the model's end, only the
+        The memory into which coded weights are expanded is included. For an empty range at the model's end, only the
         LM head counts.
         """
         first, end = layers
@@ -209,7 +209,7 @@ class ModelMemory:
     def of(cls, model: PlannedModel, config: RunConfig, device: str, longest: int) -> ModelMemory:
         dtypes = model.dtypes(config, device)
         compute, weights = (getattr(torch, name) for name in (dtypes.compute, dtypes.weights))
-        held = HeldTypes.on(device, compute, weights, float8=dtypes.float8)
+        held = HeldTypes.on(device, compute, weights, coded=dtypes.coded)
         return cls(Weights(model, held, config.tensor_parallel_size), config, device, longest)
 
     def with_options(self, **options: Any) -> ModelMemory:

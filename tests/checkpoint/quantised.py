@@ -61,9 +61,9 @@ class Published:
     reference: Path
 
 
-def write_published(family: str, form: str, directory: Path) -> Published:
-    """Write a tiny model of this family in this form."""
-    config = FAMILIES[family]()
+def write_published(family: str, form: str, directory: Path, config: Any = None) -> Published:
+    """Write a tiny model of this family in this form. config: None for the family's own."""
+    config = config or FAMILIES[family]()
     if family == "gpt_oss":
         config.update({"hidden_size": 64})  # whole groups of 32
     write_checkpoint(family, directory / "source", config=config)

@@ -1,4 +1,4 @@
-"""Weights in FP8: expanded values, and stages that keep them against stages that dequantise them on load."""
+"""Weights in FP8 and MXFP4: expanded values, and stages that keep them against stages that dequantise them on load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sarathi_pp.model.graphs import CudaGraph, Shape, StageGraphs
 from sarathi_pp.model.inputs import Span, build_inputs
 from sarathi_pp.model.kv import KVShard
 from sarathi_pp.model.loader import load_stage
-from tests.checkpoint.quantised import FORMS, publish
+from tests.checkpoint.quantised import write_published
 from tests.gpu.comparison import BF16, DEVICE, DTYPES, F16, F32, NAMES, Pairs, compare, sized
-from tests.model.families import VOCAB_SIZE, with_layers, write_checkpoint
+from tests.model.families import VOCAB_SIZE, with_layers
 
 # numpy warns of NaN and infinity in the interpreter. Some codes mean these.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -47,10 +47,17 @@ SCHEDULE = sized(
     tiny=[[[(0, 2, (4,)), (0, 1, (2,))]]],
 )[0]
 SHAPES = sized([Shape(6, 2, decodes=False), Shape(2, 2, decodes=True)], tiny=[Shape(3, 2, decodes=False)])
+# Matrices, outputs and groups of 32 inputs.
+MXFP4_SIZES = sized([(3, 5760, 90), (2, 65, 5), (1, 64, 4), (5, 1, 1), (1, 130, 9)], tiny=[(2, 65, 5)])
 # Whether a graph computes the stage. The simulated GPU cannot capture experts.
+FP8, MXFP4 = "fp8 blocks", "mxfp4"
 CASES = sized(
-    [("llama", False), ("llama", True), ("qwen3_moe", False), ("qwen3_moe", True)],
-    tiny=[("llama", True), ("qwen3_moe", False)],
+    [
+        (*model, graphed)
+        for model in (("llama", FP8), ("qwen3_moe", FP8), ("gpt_oss", MXFP4))
+        for graphed in (False, True)
+    ],
+    tiny=[("llama", FP8, True), ("qwen3_moe", FP8, False), ("gpt_oss", MXFP4, False)],
 )
 
 
@@ -91,19 +98,45 @@ def test_values(sizes: tuple[Sizes, Sizes, Sizes], scale_dtype: torch.dtype, dty
     compare(expanded, 0.0)
 
 
-@pytest.mark.parametrize(("family", "graphed"), CASES)
-def test_stages(family: str, graphed: bool, tmp_path: Path) -> None:
-    """Weights that stay in FP8 give the logits of weights that are dequantised on load."""
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=NAMES.get)
+@pytest.mark.parametrize("sizes", MXFP4_SIZES, ids=str)
+def test_mxfp4_values(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """All matrices are written, or those that are needed. The others stay."""
+    from sarathi_pp_kernels.triton.expand_mxfp4 import expand_mxfp4, reference_expand_mxfp4
+
+    count, outputs, groups = sizes
+
+    def expanded() -> Pairs:
+        pairs = {}
+        for some in (False, True):
+            codes = torch.randint(0, 256, (count, outputs, groups * 16), dtype=torch.uint8).to(DEVICE)
+            scales = torch.randint(0, 256, (count, outputs, groups), dtype=torch.uint8).to(DEVICE)
+            needed = torch.arange(1, count + 1, dtype=torch.int32).remainder(2).to(DEVICE) if some else None
+            found = []
+            for function in (expand_mxfp4, reference_expand_mxfp4):
+                target = torch.full((count, groups * 32, outputs), 5.0, dtype=dtype).to(DEVICE)
+                function(codes, scales, target, needed)
+                found.append(target)
+            ours, theirs = (one.isnan() for one in found)
+            pairs[f"NaN, some: {some}"] = ours, theirs
+            ours, theirs = (one.masked_fill(one.isnan(), 0.0).view(BITS[dtype]) for one in found)
+            pairs[f"bits, some: {some}"] = ours, theirs
+        return pairs
+
+    compare(expanded, 0.0)
+
+
+@pytest.mark.parametrize(("family", "form", "graphed"), CASES)
+def test_stages(family: str, form: str, graphed: bool, tmp_path: Path) -> None:
+    """Weights that stay as they are stored give the logits of weights that are dequantised on load."""
     dtype = DTYPES[0]
-    write_checkpoint(family, tmp_path / "source", config=with_layers(family, LAYERS))
-    directory = tmp_path / "quantised"
-    publish(FORMS["fp8 blocks"], tmp_path / "source", directory, tmp_path / "reference")
+    directory = write_published(family, form, tmp_path, with_layers(family, LAYERS)).quantised
     facts, layers = check_model(directory), (0, LAYERS)
     kept, plain = (
-        load_stage(directory, layers, LAYERS, dtype, DEVICE, TritonAttention(), dequantised=dtype, float8=float8)
-        for float8 in (True, False)
+        load_stage(directory, layers, LAYERS, dtype, DEVICE, TritonAttention(), dequantised=dtype, coded=coded)
+        for coded in (True, False)
     )
-    assert kept.num_bytes < plain.num_bytes
+    assert kept.num_bytes < plain.num_bytes or LAYERS == 1  # experts of one layer are expanded at once
 
     def logits() -> Pairs:
         ours, theirs = (

@@ -13,20 +13,22 @@ from tests.commands.processes import COMMAND, Files
 from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 
+FP8 = "fp8 blocks"
 PROMPTS = [(3, 9, 4, 8, 5), (7, 6)]
 FEW = ("--chunk-size", "7", "--max-num-seqs", "2", "--max-new-tokens", "3", "--ignore-eos")
 
 
 @pytest.mark.parametrize(
-    ("family", "gpus", "options"),
+    ("family", "form", "gpus", "options"),
     [
-        ("qwen3_moe", 1, ("--attention", "sdpa")),
-        pytest.param("llama", 2, ("--stages", "2"), marks=pytest.mark.full),
-        pytest.param("llama", 2, ("--tensor-parallel-size", "2"), marks=pytest.mark.full),
+        ("qwen3_moe", FP8, 1, ("--attention", "sdpa")),
+        pytest.param("llama", FP8, 2, ("--stages", "2"), marks=pytest.mark.full),
+        pytest.param("llama", FP8, 2, ("--tensor-parallel-size", "2"), marks=pytest.mark.full),
+        pytest.param("gpt_oss", "mxfp4", 2, ("--stages", "2"), marks=pytest.mark.full),
     ],
 )
-def test_generate(family: str, gpus: int, options: tuple[str, ...], tmp_path: Path) -> None:
-    found, files = write_published(family, "fp8 blocks", tmp_path), Files(tmp_path)
+def test_generate(family: str, form: str, gpus: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    found, files = write_published(family, form, tmp_path), Files(tmp_path)
     files.write_prompts(PROMPTS)
     given = ("--device", "cuda", "--dtype", "float32", "--weights", "stored", *FEW, *options)
     hazards = tmp_path / "hazards"
@@ -41,6 +43,6 @@ def test_generate(family: str, gpus: int, options: tuple[str, ...], tmp_path: Pa
     assert not hazards.exists(), hazards.read_text()
     assert done.returncode == 0, done.stderr[-3000:]
     assert files.tokens() == answers(found.reference, PROMPTS, 3)
-    assert "stay in FP8 on the GPU" in done.stderr and "weights are dequantised" not in done.stderr
+    assert "stay as stored on the GPU" in done.stderr and "weights are dequantised" not in done.stderr
     run = json.loads((files.run / "run.json").read_text())
-    assert (run["weights"], run["quantised"]) == ("stored", "FP8, blocks of 32 x 32")
+    assert (run["weights"], run["quantised"]) == ("stored", {FP8: "FP8, blocks of 32 x 32"}.get(form, "MXFP4"))

@@ -6,7 +6,7 @@ import pytest
 
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.model import dtypes
-from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, keeps_float8, why_slow
+from sarathi_pp.model.dtypes import Dtypes, can_stay_coded, choose_dtypes, stored_code_bits, why_slow
 
 
 def on(monkeypatch: pytest.MonkeyPatch, *, bf16: bool, float32: bool) -> None:
@@ -69,17 +69,19 @@ def test_a_wish_for_float32_keeps_weights_as_they_are_stored(stored: str, monkey
     assert choose_dtypes("float32", stored, "cpu", quantised=True) == Dtypes("float32", "float32")
 
 
-def test_weights_stay_in_fp8_only_where_they_can() -> None:
-    assert keeps_float8("stored", "FP8, blocks of 128 x 128", "cuda")
-    assert keeps_float8("stored", "compressed-tensors, fp8", "auto")
-    assert not keeps_float8("dtype", "FP8", "cuda")
+def test_weights_stay_as_they_are_stored_only_where_they_can() -> None:
+    assert stored_code_bits("stored", "FP8, blocks of 128 x 128", "cuda") == 8
+    assert stored_code_bits("stored", "compressed-tensors, fp8", "auto") == 8
+    assert stored_code_bits("stored", "MXFP4", "cuda") == 4
+    assert stored_code_bits("dtype", "FP8", "cuda") is None
+    assert [can_stay_coded(form) for form in ("FP8", "MXFP4", "AWQ, int4", None)] == [True, True, False, False]
     for quantised, device, says in (
         (None, "cuda", "the weights are not quantised"),
         ("GPTQ, int4", "cuda", "the weights are stored as GPTQ, int4"),
-        ("FP8", "cpu", "a CPU cannot keep weights in FP8"),
+        ("FP8", "cpu", "a CPU cannot keep weights as they are stored"),
     ):
         with pytest.raises(ConfigError, match=rf"--weights stored: {says}.*leave out --weights"):
-            keeps_float8("stored", quantised, device)
+            stored_code_bits("stored", quantised, device)
     for wish, compute in (("auto", "bfloat16"), ("float32", "float32")):
-        found = choose_dtypes(wish, "bfloat16", "cuda", quantised=True, float8=True)
-        assert found == Dtypes(compute, compute, float8=True)
+        found = choose_dtypes(wish, "bfloat16", "cuda", quantised=True, code_bits=4)
+        assert found == Dtypes(compute, compute, code_bits=4) and found.coded

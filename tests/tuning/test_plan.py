@@ -442,13 +442,15 @@ def plan_float8(model: Path, memory_bytes: int, **options: Any) -> dict[str, Any
     return make_plan(RunConfig(**fields), parse_workload(SMALL_WORKLOAD), hardware)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_weights_that_stay_in_fp8_are_counted_with_the_memory_to_expand_them(family: str, tmp_path: Path) -> None:
-    directory = write_published(family, "fp8 blocks", tmp_path).quantised
+@pytest.mark.parametrize(
+    ("family", "form"), [("llama", "fp8 blocks"), ("qwen3_moe", "fp8 blocks"), ("gpt_oss", "mxfp4")]
+)
+def test_coded_weights_are_counted_with_the_memory_to_expand_them(family: str, form: str, tmp_path: Path) -> None:
+    directory = write_published(family, form, tmp_path).quantised
     document, whole = (plan_float8(directory, 8 << 30, weights=weights) for weights in ("stored", "dtype"))
     assert (document["weights"], whole["weights"]) == ("stored", "dtype") and document["fits"]
     assert "--weights" in document["options"] and "--weights" not in whole["options"]
-    held = HeldTypes.on("cuda", torch.bfloat16, float8=True)
+    held = HeldTypes.on("cuda", torch.bfloat16, coded=True)
     for ours, theirs in zip(document["per_stage"], whole["per_stage"], strict=True):
         assert ours["weights_bytes"] == stage_bytes(directory, tuple(ours["layers"]), held) < theirs["weights_bytes"]
     assert any("each product expands them to bfloat16" in note for note in document["notes"])

@@ -137,7 +137,7 @@ def _expand_steps(  # type: ignore[no-untyped-def]
         inside_columns = (at < width) & (column >= 0) & (column < columns)
         inside = inside_rows[:, None] & inside_columns[None, :]
         scale = tl.load(own_scales + block, mask=inside_rows & (block < scale_columns), other=0.0)
-        value = _decoded(tl.load(codes + place + column[None, :], mask=inside, other=0), E5M2)
+        value = decoded(tl.load(codes + place + column[None, :], mask=inside, other=0), E5M2)
         value *= scale.to(tl.float32)[:, None]
         if scales.dtype.element_ty != tl.float32:
             value = value.to(scales.dtype.element_ty).to(tl.float32)
@@ -145,7 +145,7 @@ def _expand_steps(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decoded(code, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
+def decoded(code, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the float32 values of 8-bit floats. A float16 with the same exponent and mantissa is exact."""
     wide = code.to(tl.uint16)
     if E5M2:

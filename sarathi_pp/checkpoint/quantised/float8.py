@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sarathi_pp.checkpoint.quantised.tensor import QuantisedTensor, product_scales
-from sarathi_pp.checkpoint.stored_tensor import Weight
+from sarathi_pp.checkpoint.quantised.coded import CodedTensor
+from sarathi_pp.checkpoint.quantised.tensor import product_scales
 from sarathi_pp.checkpoint.tensor_file import DTYPES, read_box
-
-# Linear layers with the same input, which become one product.
-_MERGED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +37,7 @@ class Float8Codes:
         return Float8Codes(self.codes.to(device), self.scales.to(device), self.block, self.first, self.e5m2)
 
 
-class Float8Tensor(QuantisedTensor):
+class Float8Tensor(CodedTensor):
     """A weight in FP8 that stays as it is stored: (rows, columns), or a part of them."""
 
     def num_bytes(self) -> int:
@@ -57,10 +52,6 @@ class Float8Tensor(QuantisedTensor):
         rows, columns = self._ranges()
         (height, width), codes = self._entry.block, self._entry.codes.dtype
         return self.shape, self._entry.block, (rows[0] % height, columns[0] % width), codes, self._scale_dtype()
-
-    def dequantised(self) -> QuantisedTensor:
-        """Return the same weight for the loader, which dequantises it."""
-        return QuantisedTensor(self._entry, self._count, self.dtype, self._cut, self._device)
 
     def read_codes(self) -> Float8Codes:
         """Return the weight as it is stored, in host memory."""
@@ -98,26 +89,3 @@ class Float8Tensor(QuantisedTensor):
         entry = self._entry
         stored = DTYPES[entry.scales.dtype]
         return torch.float32 if entry.float32_product or stored == torch.float8_e8m0fnu else stored
-
-
-def scratch_bytes(tensors: Mapping[str, Weight]) -> int:
-    """Return the bytes of the memory into which a stage expands its weights in FP8; 0 if it has none.
-
-    It holds the largest weight that is expanded at once. All experts of a layer are one weight.
-
-    Args:
-        tensors: weights of the stage by stored name.
-    """
-    sizes: Counter[str] = Counter()
-    for key, weight in tensors.items():
-        if isinstance(weight, Float8Tensor):
-            sizes[_module_of(key)] += math.prod(weight.shape) * weight.dtype.itemsize
-    return max(sizes.values(), default=0)
-
-
-def _module_of(key: str) -> str:
-    """Return the name of the module that expands this weight: experts, merged linear layers, or a linear layer."""
-    if ".experts." in key:
-        return key.partition(".experts.")[0]
-    parent, _, name = key.removesuffix(".weight").rpartition(".")
-    return f"{parent}.{_MERGED.get(name, name)}"

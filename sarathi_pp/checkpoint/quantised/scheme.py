@@ -8,8 +8,9 @@
     gptq                 Qwen and others                    4- or 8-bit integers   per group, also in another order
     awq                  Qwen and others                    4-bit integers         per group
 
-Weights are dequantised when they are loaded. On a GPU, FP8 can stay (--weights stored). Activations stay in the dtype
-of the run, also if the publisher's engine quantises them. Other methods are refused by name, before any weight is read.
+Weights are dequantised when they are loaded. On a GPU, FP8 and MXFP4 can stay (--weights stored). Activations stay in
+the dtype of the run, also if the publisher's engine quantises them. Other methods are refused by name, before any
+weight is read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sarathi_pp.errors import UnsupportedModelError
 
 # What a run does with quantised weights, for the user.
 DEQUANTISED = "weights are dequantised when they are loaded"
-KEPT_IN_FP8 = "weights of layers stay in FP8 on the GPU, and each product expands them"
+KEPT_AS_STORED = "weights of layers stay as stored on the GPU, and each product expands them"
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
 Method = Literal["fp8", "mxfp4", "compressed-tensors", "gptq", "awq"]

@@ -95,7 +95,7 @@ def estimate_cost(
     shapes: Sequence[LayerShape],
     hidden_size: int,
     vocab_size: int,
-    weight_bytes: int,
+    weight_bytes: float,
     compute_bytes: int | None = None,
     speed: DeviceSpeed | Sequence[DeviceSpeed],
     page_size: int = 16,
@@ -141,7 +141,7 @@ def estimate_cost(
     assert len(speeds) == len(layers), f"{len(speeds)} speeds for {len(layers)} stages"
     assert shards == 1 or all(own.sums is not None for own in speeds), "the speed of sums is not known"
     assert len({own.tile for own in speeds}) == 1, "stages have one tile"
-    compute_bytes = compute_bytes or weight_bytes
+    compute_bytes = compute_bytes or int(weight_bytes)
     size = 2 if compute_bytes <= 2 else 4
     sum_bytes = hidden_size * compute_bytes
 
@@ -196,7 +196,7 @@ class _MeanLayer:
     kv_bytes: int
 
     @classmethod
-    def of(cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: int, compute_bytes: int) -> _MeanLayer:
+    def of(cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: float, compute_bytes: int) -> _MeanLayer:
         count = len(shapes)
         return cls(
             count,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sarathi_pp.model.attention.adapter import PagedCall
-from sarathi_pp.model.float8.linear import Float8Linear
+from sarathi_pp.model.coded.linear import Float8Linear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

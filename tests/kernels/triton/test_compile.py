@@ -23,7 +23,7 @@ _COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
-from sarathi_pp_kernels.triton import expand, gate, norm, rotary, sampling
+from sarathi_pp_kernels.triton import expand, expand_mxfp4, gate, norm, rotary, sampling
 
 def sources(dtype):
     row = "*" + dtype
@@ -45,6 +45,8 @@ def sources(dtype):
         ("*i32", (1, 1, 1, 1, 1, 1, number, number, 1, 1)),
     ):
         yield expand._expand_rows, ("*u8", "*fp32", needed, row, *sizes, 16, 256, False), {}
+    for needed, sizes in ((None, ("i32", "i32", 1)), ("*i32", ("i32", "i32", "i32")), ("*i32", (1, 1, 1))):
+        yield expand_mxfp4._expand_matrix, ("*u8", "*u8", needed, row, *sizes, 4, 64), {}
     eight, shape, digits = {"num_warps": 8}, (128256, 4096, 32, 32), {"fp32": 8, "bf16": 4}[dtype]
     given = (row, "*fp32", "*i64", "*fp64")
     search = (*given, "*i32", "*i32", "*fp64")
@@ -152,7 +154,7 @@ print(json.dumps({capability: code(module._attend, capability, found) for capabi
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     found = {*run_compiler(tmp_path, _COMPILE, str(capability)).split()}
     drawing = {"_find_block_peaks", "_find_peaks", "_narrow", "_weigh_blocks", "_invert"}
-    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_expand_rows", *drawing}
+    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_expand_rows", "_expand_matrix", *drawing}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from sarathi_pp_kernels.triton.expand import expand, reference_expand
 from torch import Tensor
 
-from sarathi_pp.checkpoint.entries import stays_float8, weight_entries
+from sarathi_pp.checkpoint.entries import stays_coded, weight_entries
 from sarathi_pp.checkpoint.facts.config_file import ConfigFile
 from sarathi_pp.checkpoint.files import TensorEntry, open_checkpoint
 from sarathi_pp.checkpoint.quantised.float8 import Float8Tensor
@@ -116,7 +116,7 @@ def test_expanded_bits_are_those_of_the_loader(form: str, tmp_path: Path) -> Non
     found = write_published("llama", form, tmp_path).quantised
     tried = 0
     for key, entry in weight_entries(ConfigFile.read(found), open_checkpoint(found)).items():
-        if isinstance(entry, TensorEntry) or not stays_float8(key, entry):
+        if isinstance(entry, TensorEntry) or not stays_coded(key, entry):
             continue
         tried += 1
         for cut in (None, *(Cut(dim, 1, half, 2) for dim in (0, 1) for half in (0, 1))):

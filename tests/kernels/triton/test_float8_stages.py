@@ -23,8 +23,8 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.errors import CapacityError, ConfigError
 from sarathi_pp.model import loader
 from sarathi_pp.model.attention.sdpa import SdpaAttention
-from sarathi_pp.model.float8.experts import Float8Experts
-from sarathi_pp.model.float8.linear import Float8Linear
+from sarathi_pp.model.coded.experts import Float8Experts
+from sarathi_pp.model.coded.linear import Float8Linear
 from sarathi_pp.model.fuse import cuda_modules
 from sarathi_pp.model.fuse.rewrite import fuse
 from sarathi_pp.model.inputs import Span, build_inputs
@@ -50,7 +50,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(
     directory: Path,
     *,
-    float8: bool,
+    coded: bool,
     shard: TensorShard | None = None,
     layers: tuple[int, int] = WHOLE,
     room_bytes: int | None = None,
@@ -66,7 +66,7 @@ def load(
         room_bytes,
         shard,
         count,
-        float8=float8,
+        coded=coded,
     )
 
 
@@ -93,7 +93,7 @@ def modules(stage: StageModel, kind: type[nn.Module]) -> list[Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_dense_layers(family: str, form: str, tmp_path: Path) -> None:
     directory = write_published(family, form, tmp_path).quantised
-    ours, theirs = load(directory, float8=True), load(directory, float8=False)
+    ours, theirs = load(directory, coded=True), load(directory, coded=False)
     for one, other in zip(outputs(ours, directory), outputs(theirs, directory), strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
     # Query, key and value; gate and up.
@@ -107,7 +107,7 @@ def test_dense_layers(family: str, form: str, tmp_path: Path) -> None:
 def test_experts(family: str, tmp_path: Path) -> None:
     """Weights that latent attention absorbs are dequantised."""
     directory = write_published(family, "fp8 blocks", tmp_path).quantised
-    ours, theirs = load(directory, float8=True), load(directory, float8=False)
+    ours, theirs = load(directory, coded=True), load(directory, coded=False)
     for one, other in zip(outputs(ours, directory), outputs(theirs, directory), strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
     assert modules(ours, Float8Experts) and modules(ours, Float8Linear)
@@ -130,18 +130,18 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     directory = tmp_path / "quantised"
     publish(form, tmp_path / "source", directory, tmp_path / "reference")
     layers = (0, check_model(directory).num_layers)
-    ours, theirs = (load(directory, float8=float8, layers=layers) for float8 in (True, False))
+    ours, theirs = (load(directory, coded=coded, layers=layers) for coded in (True, False))
     for one, other in zip(outputs(ours, directory), outputs(theirs, directory), strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
-    kept, plain = (HeldTypes.on("cuda", torch.bfloat16, float8=float8) for float8 in (True, False))
+    kept, plain = (HeldTypes.on("cuda", torch.bfloat16, coded=coded) for coded in (True, False))
     counted = stage_bytes(directory, layers, plain) - stage_sizes(directory, layers, kept).weights
     assert taken(theirs) - taken(ours) == counted > 0, "every weight that is counted in FP8 is held so"
 
 
 def test_experts_that_no_token_needs_are_not_expanded(tmp_path: Path) -> None:
     directory = write_published("qwen3_moe", "fp8 blocks", tmp_path).quantised
-    experts = modules(load(directory, float8=True), Float8Experts)[0]
-    expected = modules_of(load(directory, float8=False), "gate_up_proj")[0]
+    experts = modules(load(directory, coded=True), Float8Experts)[0]
+    expected = modules_of(load(directory, coded=False), "gate_up_proj")[0]
     count, *_ = expected.gate_up_proj.shape
     hidden = torch.ones(2, expected.gate_up_proj.shape[2], dtype=torch.bfloat16)
     index = torch.tensor([[1, 3], [3, 1]])
@@ -164,8 +164,8 @@ def test_memory_is_counted(family: str, tmp_path: Path) -> None:
     """Codes, scales and scratch: the sizes that are counted from file headers are those that are allocated."""
     directory = write_published(family, "fp8 blocks", tmp_path).quantised
     for layers in (WHOLE, (1, 3)):
-        ours, theirs = (load(directory, float8=float8, layers=layers) for float8 in (True, False))
-        kept, plain = (HeldTypes.on("cuda", torch.bfloat16, float8=float8) for float8 in (True, False))
+        ours, theirs = (load(directory, coded=coded, layers=layers) for coded in (True, False))
+        kept, plain = (HeldTypes.on("cuda", torch.bfloat16, coded=coded) for coded in (True, False))
         scratches = [one._weight for one in modules(ours, Float8Linear)]
         scratches += [one._experts[0].down_proj for one in modules(ours, Float8Experts)]
         assert len({one.untyped_storage().data_ptr() for one in scratches}) == 1, "one piece of memory"
@@ -189,7 +189,7 @@ def test_tensor_shards(family: str, tmp_path: Path) -> None:
     directory = write_published(family, "fp8 blocks", tmp_path).quantised
     for index in range(2):
         shard = TensorShard(index, 2, lambda summand: summand)
-        ours, theirs = (load(directory, float8=float8, shard=shard) for float8 in (True, False))
+        ours, theirs = (load(directory, coded=coded, shard=shard) for coded in (True, False))
         for one, other in zip(outputs(ours, directory, 2), outputs(theirs, directory, 2), strict=True):
             assert torch.equal(one, other)
         assert modules(ours, Float8Linear)
@@ -204,19 +204,19 @@ def test_weights_that_no_module_can_hold_are_dequantised(tmp_path: Path, caplog:
     publish(some, tmp_path / "source", tmp_path / "quantised", tmp_path / "reference")
     found = tmp_path / "quantised"
     caplog.set_level("INFO", "sarathi_pp")
-    ours, theirs = (load(found, float8=float8) for float8 in (True, False))
+    ours, theirs = (load(found, coded=coded) for coded in (True, False))
     for one, other in zip(outputs(ours, found), outputs(theirs, found), strict=True):
         assert torch.equal(one, other)
     experts = modules(ours, Float8Experts)
     assert len(experts) == len(modules_of(theirs, "gate_up_proj")) - 1
     count = modules_of(theirs, "gate_up_proj")[0].gate_up_proj.shape[0]
-    assert f"{3 * count - 1} weights in FP8 are dequantised" in caplog.text
+    assert f"{3 * count - 1} weights are dequantised" in caplog.text
     scratch = experts[0]._experts[0].down_proj.untyped_storage().nbytes()
     assert theirs.num_bytes + scratch - ours.num_bytes == taken(theirs) - taken(ours) > 0
-    load(found, float8=True, room_bytes=ours.num_bytes)
+    load(found, coded=True, room_bytes=ours.num_bytes)
     read = ReadCount()
     with pytest.raises(CapacityError, match="are available"):
-        load(found, float8=True, room_bytes=ours.num_bytes - 1, count=read)
+        load(found, coded=True, room_bytes=ours.num_bytes - 1, count=read)
     assert not read.num_bytes
 
 
@@ -224,4 +224,4 @@ def test_a_device_without_our_kernels_is_refused(tmp_path: Path) -> None:
     directory = write_published("llama", "fp8 blocks", tmp_path).quantised
     config, facts = RunConfig(model=str(directory), weights="stored"), check_model(directory)
     with pytest.raises(ConfigError, match="--weights stored: Triton expands the weights, and triton runs on cuda"):
-        ModelStages(config, directory, facts, torch.bfloat16, CPU, float8=True)
+        ModelStages(config, directory, facts, torch.bfloat16, CPU, coded=True)

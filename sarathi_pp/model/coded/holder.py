@@ -1,6 +1,6 @@
-"""The weights of a stage that stay in FP8: they are taken from transformers' loader, and loaded as they are stored.
+"""The weights of a stage that stay coded: they are taken from transformers' loader, and loaded as they are stored.
 
-construct   take_modules: Float8Linear and Float8Experts replace modules of the model, which is still without memory
+construct   take_modules: modules with coded weights replace those of the model, which is still without memory
 load        transformers loads the other weights, then `load` reads codes and scales to the device
 fuse        linear layers with the same input are merged (fuse/cuda_modules.py)
 last        share_scratch: one piece of memory for the expanded weights of all modules
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sarathi_pp.checkpoint.quantised.coded import CodedTensor
 from sarathi_pp.checkpoint.quantised.float8 import Float8Codes, Float8Tensor
+from sarathi_pp.checkpoint.quantised.mxfp4 import Mxfp4Codes, Mxfp4Tensor
 from sarathi_pp.checkpoint.stored_tensor import Weight
-from sarathi_pp.model.float8.experts import Float8Experts
-from sarathi_pp.model.float8.linear import Float8Linear
+from sarathi_pp.model.coded.experts import WEIGHTS, CodedExperts, Float8Experts, Mxfp4Experts
+from sarathi_pp.model.coded.linear import Float8Linear
 from sarathi_pp.model.fuse.rewrite import reads_weight
 
 _log = logging.getLogger(__name__)
@@ -31,10 +33,12 @@ _OF_EXPERTS = (
 _RENAMED = ((".mlp.", ".block_sparse_moe."), (".mlp.shared_experts.", ".mlp.shared_mlp."))
 # For each weight of experts: for each of its parts, the weights of all experts.
 _Sources = dict[str, list[list[Float8Tensor]]]
+# Shapes of the parameters of a module of experts.
+_Shapes = dict[str, tuple[int, ...]]
 
 
-class Float8Holder:
-    """The weights of a stage that stay in FP8, and the modules that hold them.
+class CodedHolder:
+    """The weights of a stage that stay coded, and the modules that hold them.
 
     Args:
         tensors: the stage's weights by stored name. Those that are held are removed.
@@ -51,9 +55,10 @@ class Float8Holder:
         self._taken: set[int] = set()  # ids of the weights that modules hold
         self._linears: list[tuple[Float8Linear, Float8Tensor]] = []
         self._experts: list[tuple[Float8Experts, _Sources]] = []
+        self._mxfp4_experts: list[tuple[Mxfp4Experts, dict[str, Mxfp4Tensor]]] = []
 
     def take_modules(self, model: nn.Module) -> None:
-        """Replace the modules that can hold their weights in FP8. Other weights in FP8 will be dequantised."""
+        """Replace the modules that can hold coded weights. The other coded weights will be dequantised."""
         for path, owner in list(model.named_modules()):
             for name, child in list(owner.named_children()):
                 made = self._replacement(f"{path}.{name}", owner, child)
@@ -63,11 +68,11 @@ class Float8Holder:
         for key, weight in list(self._tensors.items()):
             if id(weight) in self._taken:
                 del self._tensors[key]
-            elif isinstance(weight, Float8Tensor):
+            elif isinstance(weight, CodedTensor):
                 self.weights[key] = self._tensors[key] = weight.dequantised()
                 num_dequantised += 1
         if num_dequantised:
-            _log.info("%d weights in FP8 are dequantised, since no module can hold them as stored", num_dequantised)
+            _log.info("%d weights are dequantised, since no module can hold them as stored", num_dequantised)
 
     def load(self, device: torch.device) -> None:
         """Read the weights that are held to the device, and forget the modules. Some will be merged.
@@ -81,19 +86,27 @@ class Float8Holder:
             experts.hold(
                 {name: tuple(_read_stack(weights, device) for weights in parts) for name, parts in sources.items()}
             )
+        for mxfp4_experts, weights in self._mxfp4_experts:
+            mxfp4_experts.hold({name: _read_experts(weight, device) for name, weight in weights.items()})
         self._linears.clear()
         self._experts.clear()
+        self._mxfp4_experts.clear()
 
     def _replacement(self, path: str, owner: nn.Module, child: Any) -> nn.Module | None:
         if type(child) is nn.Linear:
-            weight = self._find(f"{path}.weight")
+            weight = self._float8(f"{path}.weight")
             if weight is None or weight.shape != tuple(child.weight.shape) or reads_weight(owner):
                 return None
             self._taken.add(id(weight))
             linear = Float8Linear(child.in_features, child.out_features, child.bias)
             self._linears.append((linear, weight))
             return linear
-        sources = self._find_experts(path, child)
+        shapes = {name: tuple(weight.shape) for name, weight in child.named_parameters(recurse=False)}
+        if not set(WEIGHTS) <= set(shapes):
+            return None
+        if getattr(child, "is_transposed", False):
+            return self._mxfp4_replacement(path, child, shapes)
+        sources = self._find_experts(path, shapes)
         if sources is None:
             return None
         self._taken.update(id(weight) for parts in sources.values() for weights in parts for weight in weights)
@@ -101,15 +114,24 @@ class Float8Holder:
         self._experts.append((experts, sources))
         return experts
 
-    def _find_experts(self, path: str, child: nn.Module) -> _Sources | None:
-        """Return the stored parts of the experts' weights; None if the module is no experts, or a part cannot stay."""
-        shapes = {name: tuple(weight.shape) for name, weight in child.named_parameters(recurse=False)}
-        if set(shapes) != set(_OF_EXPERTS[0]) or getattr(child, "is_transposed", False):
+    def _mxfp4_replacement(self, path: str, child: nn.Module, shapes: _Shapes) -> nn.Module | None:
+        weights = {name: self._find(f"{path}.{name}") for name in WEIGHTS}
+        coded = {name: weight for name, weight in weights.items() if isinstance(weight, Mxfp4Tensor)}
+        if {name: weight.shape for name, weight in coded.items()} != {name: shapes[name] for name in WEIGHTS}:
+            return None
+        self._taken.update(map(id, coded.values()))
+        experts = Mxfp4Experts(child)
+        self._mxfp4_experts.append((experts, coded))
+        return experts
+
+    def _find_experts(self, path: str, shapes: _Shapes) -> _Sources | None:
+        """Return the stored parts of the experts' weights in FP8; None if there are others, or a part cannot stay."""
+        if set(shapes) != set(WEIGHTS):
             return None
         count = next(iter(shapes.values()))[0]
         for names in _OF_EXPERTS:
             found = {
-                weight: [[self._find(f"{path}.{index}.{part}.weight") for index in range(count)] for part in parts]
+                weight: [[self._float8(f"{path}.{index}.{part}.weight") for index in range(count)] for part in parts]
                 for weight, parts in names.items()
             }
             sources = {weight: list(_alike(parts)) for weight, parts in found.items()}
@@ -117,24 +139,27 @@ class Float8Holder:
                 return sources
         return None
 
-    def _find(self, name: str) -> Float8Tensor | None:
+    def _float8(self, name: str) -> Float8Tensor | None:
         """Return the weight with this name in the model; None if it is not stored in FP8 under this name."""
         for stored in (name, *(name.replace(*parts) for parts in _RENAMED)):
-            found = self._tensors.get(stored) or self._tensors.get(stored.removeprefix(f"{self._base}."))
+            found = self._find(stored)
             if isinstance(found, Float8Tensor):
                 return found
         return None
 
+    def _find(self, name: str) -> Weight | None:
+        return self._tensors.get(name) or self._tensors.get(name.removeprefix(f"{self._base}."))
+
 
 def share_scratch(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give all modules with weights in FP8 the same memory for their expanded weights.
+    """Give all modules with coded weights the same memory for their expanded weights.
 
     Call it after the modules are fused. One stream computes the stage, so no two modules need it at the same time.
 
     Args:
         dtype: float type of the computation.
     """
-    held = [child for child in module.modules() if isinstance(child, (Float8Linear, Float8Experts))]
+    held = [child for child in module.modules() if isinstance(child, (Float8Linear, CodedExperts))]
     if held:
         scratch = torch.zeros(max(child.num_values for child in held), dtype=dtype, device=device)
         for child in held:
@@ -167,3 +192,15 @@ def _read_stack(weights: list[Float8Tensor], device: torch.device) -> Float8Code
         codes[index].copy_(one.codes[0])
         scales[index].copy_(one.scales[0])
     return Float8Codes(codes, scales, one.block, one.first, one.e5m2)
+
+
+def _read_experts(weight: Mxfp4Tensor, device: torch.device) -> Mxfp4Codes:
+    """Return the matrices of all experts on the device. One expert at a time is in host memory."""
+    count, inputs, outputs = weight.shape
+    codes = torch.empty((count, outputs, inputs // 2), dtype=torch.uint8, device=device)
+    scales = torch.empty((count, outputs, inputs // 32), dtype=torch.uint8, device=device)
+    for index in range(count):
+        one = weight.read_codes(index)
+        codes[index].copy_(one.codes[0])
+        scales[index].copy_(one.scales[0])
+    return Mxfp4Codes(codes, scales)

@@ -1,0 +1,120 @@
+"""Experts whose weights stay coded on a GPU. transformers' own module computes them, with expanded weights.
+
+The weights of all experts of a layer have a place in the stage's scratch. A call expands only those experts to which
+its tokens are routed, since no implementation of transformers reads the others. Which these are stays on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sarathi_pp.checkpoint.quantised.float8 import Float8Codes
+from sarathi_pp.checkpoint.quantised.mxfp4 import Mxfp4Codes
+
+# Weights of transformers' experts.
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class CodedExperts(nn.Module):
+    """The experts of a layer with coded weights. Before the first call it needs `hold` and `use`.
+
+    Args:
+        experts: transformers' module. Its weights are (experts, ., .), and are taken away. Its other parameters, such
+            as biases, are loaded under their names in this module.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self._shapes = {name: tuple(getattr(experts, name).shape) for name in WEIGHTS}
+        for name in self._shapes:
+            delattr(experts, name)
+        self._others = tuple(name for name, _ in experts.named_parameters(recurse=False))
+        for name in self._others:
+            setattr(self, name, getattr(experts, name))
+        self._experts = (experts,)  # no child: transformers would initialise the weights that it lacks
+
+    @property
+    def num_values(self) -> int:
+        """Number of values that it expands at once."""
+        return sum(map(math.prod, self._shapes.values()))
+
+    def use(self, scratch: Tensor) -> None:
+        """Expand the weights into this memory from now on: at least num_values values in the type of the inputs."""
+        begin = 0
+        for name, shape in self._shapes.items():
+            setattr(self._experts[0], name, scratch[begin : begin + math.prod(shape)].view(shape))
+            begin += math.prod(shape)
+        for name in self._others:
+            setattr(self._experts[0], name, getattr(self, name))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, *others: Any, **named: Any) -> Any:
+        """Return the output of transformers' module.
+
+        Args:
+            hidden_states: (T, hidden_size).
+            top_k_index: (T, k) integers, the experts of each token.
+        """
+        count, *_ = self._shapes[WEIGHTS[0]]
+        needed = torch.zeros(count, dtype=torch.int32, device=top_k_index.device)
+        needed.index_fill_(0, top_k_index.reshape(-1), 1)
+        for name in self._shapes:
+            self._expand_weight(name, getattr(self._experts[0], name), needed)
+        return self._experts[0](hidden_states, top_k_index, *others, **named)
+
+    @abstractmethod
+    def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
+        """Write the expanded weight with this name to the matrices of `target` whose number in `needed` is not 0."""
+
+
+class Float8Experts(CodedExperts):
+    """The experts of a layer with weights in FP8. See CodedExperts."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__(experts)
+        from sarathi_pp_kernels.triton.expand import expand  # triton is optional
+
+        self._expand = expand
+        self._held: dict[str, tuple[Float8Codes, ...]] = {}
+
+    def hold(self, held: Mapping[str, tuple[Float8Codes, ...]]) -> None:
+        """Take the weights: for each one, matrices (experts, rows, inputs) whose rows follow each other."""
+        self._held = dict(held)
+        for name, parts in held.items():
+            for index, one in enumerate(parts):
+                self.register_buffer(f"{name}_codes_{index}", one.codes, persistent=False)
+                self.register_buffer(f"{name}_scales_{index}", one.scales, persistent=False)
+
+    def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
+        row = 0
+        for one in self._held[name]:
+            rows = one.codes.shape[1]
+            part = target[:, row : row + rows]
+            self._expand(one.codes, one.scales, part, one.block, one.first, e5m2=one.e5m2, needed=needed)
+            row += rows
+
+
+class Mxfp4Experts(CodedExperts):
+    """The experts of a layer with weights in MXFP4, as in gpt_oss. See CodedExperts."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__(experts)
+        from sarathi_pp_kernels.triton.expand_mxfp4 import expand_mxfp4  # triton is optional
+
+        self._expand = expand_mxfp4
+        self._held: dict[str, Mxfp4Codes] = {}
+
+    def hold(self, held: Mapping[str, Mxfp4Codes]) -> None:
+        """Take the weights: for each one, matrices of all experts."""
+        self._held = dict(held)
+        for name, one in held.items():
+            self.register_buffer(f"{name}_codes", one.codes, persistent=False)
+            self.register_buffer(f"{name}_scales", one.scales, persistent=False)
+
+    def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
+        self._expand(self._held[name].codes, self._held[name].scales, target, needed)

@@ -85,7 +85,7 @@ class PlannedModel:
             )
         if self.from_config:
             notes.append(f"the weights are not on this host; sizes are those of config.json in {dtypes.weights}")
-            if dtypes.coded:
+            if dtypes.code_bits == 8:
                 notes.append("which of the weights are quantised is not known; the memory is at most that of this plan")
         return notes
 

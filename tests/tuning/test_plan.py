@@ -291,6 +291,16 @@ def test_a_large_model_is_planned_from_its_config_alone(name: str, gib: int, fit
     assert ("MXFP4" in found["notes"][0]) is (name == "gpt-oss-120b")
 
 
+def test_experts_in_mxfp4_are_planned_as_they_are_stored_from_the_config_alone() -> None:
+    """gpt-oss-120b fits one H200 so. 36 layers have 128 experts of 3 matrices of 2,880 x 2,880."""
+    found = plan_large("gpt-oss-120b", Hardware(cards=("h200",)), weights="stored")
+    of_layer = 128 * 3 * 2880**2
+    codes = 36 * of_layer * 17 // 32
+    expected = 2 * (LARGE["gpt-oss-120b"] - 36 * of_layer) + codes + 2 * of_layer
+    assert found["fits"] and [stage["weights_bytes"] for stage in found["per_stage"]] == [expected]
+    assert not any("which of the weights" in note for note in found["notes"])
+
+
 def test_cards_of_several_kinds_get_layers_by_time_within_their_memory() -> None:
     cards = ("h200", "h100-80g", "a100-40g", "rtx-4090", "rtx-4090")
     found = plan_large("gpt-oss-120b", Hardware(cards=cards))

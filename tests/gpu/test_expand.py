@@ -126,9 +126,18 @@ def test_mxfp4_values(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     compare(expanded, 0.0)
 
 
+@pytest.mark.parametrize("few", [False, True], ids=["expanded", "codes"])
 @pytest.mark.parametrize(("family", "form", "graphed"), CASES)
-def test_stages(family: str, form: str, graphed: bool, tmp_path: Path) -> None:
-    """Weights that stay as they are stored give the logits of weights that are dequantised on load."""
+def test_stages(
+    family: str, form: str, graphed: bool, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that stay as they are stored give the logits of weights that are dequantised on load.
+
+    They are expanded for each product, or their codes are multiplied.
+    """
+    from sarathi_pp_kernels.triton import few_rows
+
+    monkeypatch.setattr(few_rows, "MOST_ROWS", few_rows.MOST_ROWS if few else 0)
     dtype = DTYPES[0]
     directory = write_published(family, form, tmp_path, with_layers(family, LAYERS)).quantised
     facts, layers = check_model(directory), (0, LAYERS)

@@ -1,7 +1,10 @@
-"""Experts whose weights stay coded on a GPU. transformers' own module computes them, with expanded weights.
+"""Experts whose weights stay coded on a GPU. transformers' own module computes many rows, with expanded weights.
 
 The weights of all experts of a layer have a place in the stage's scratch. A call expands only those experts to which
 its tokens are routed, since no implementation of transformers reads the others. Which these are stays on the device.
+
+A call of at most 16 rows multiplies with the codes of these experts instead. They are read once, and expanded in
+registers. It rounds at the same points as transformers' batched product.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ class CodedExperts(nn.Module):
         for name in self._others:
             setattr(self, name, getattr(experts, name))
         self._experts = (experts,)  # no child: transformers would initialise the weights that it lacks
+        from sarathi_pp_kernels.triton.few_rows import MOST_ROWS  # triton is optional
+
+        self._most_rows = MOST_ROWS if _can_multiply(experts) else 0
 
     @property
     def num_values(self) -> int:
@@ -53,19 +59,40 @@ class CodedExperts(nn.Module):
         for name in self._others:
             setattr(self._experts[0], name, getattr(self, name))
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, *others: Any, **named: Any) -> Any:
-        """Return the output of transformers' module.
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the results of each row's experts, (T, hidden_size).
 
         Args:
             hidden_states: (T, hidden_size).
-            top_k_index: (T, k) integers, the experts of each token.
+            top_k_index: (T, k) integers, the experts of each row, all different.
+            top_k_weights: (T, k).
         """
+        if 0 < len(hidden_states) <= self._most_rows:
+            return self._multiply_codes(hidden_states, top_k_index.contiguous(), top_k_weights)
         count, *_ = self._shapes[WEIGHTS[0]]
         needed = torch.zeros(count, dtype=torch.int32, device=top_k_index.device)
         needed.index_fill_(0, top_k_index.reshape(-1), 1)
         for name in self._shapes:
             self._expand_weight(name, getattr(self._experts[0], name), needed)
-        return self._experts[0](hidden_states, top_k_index, *others, **named)
+        return self._experts[0](hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+
+    def _multiply_codes(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        gate_up = self._multiply_weight(WEIGHTS[0], hidden_states[:, None], index)
+        found = self._multiply_weight(WEIGHTS[1], self._experts[0]._apply_gate(gate_up), index)
+        return (found * weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def _bias(self, name: str) -> Tensor | None:
+        """Return the biases of all experts, (experts, outputs); None if they have none."""
+        return getattr(self, f"{name}_bias", None)
+
+    @abstractmethod
+    def _multiply_weight(self, name: str, x: Tensor, index: Tensor) -> Tensor:
+        """Return the products of each row with its experts' matrices of the weight with this name, with biases.
+
+        Args:
+            x: (T, k, inputs), or (T, 1, inputs) for all experts of a row.
+            index: (T, k) int64.
+        """
 
     @abstractmethod
     def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
@@ -78,8 +105,9 @@ class Float8Experts(CodedExperts):
     def __init__(self, experts: Any) -> None:
         super().__init__(experts)
         from sarathi_pp_kernels.triton.expand import expand  # triton is optional
+        from sarathi_pp_kernels.triton.few_rows import multiply_float8
 
-        self._expand = expand
+        self._expand, self._multiply = expand, multiply_float8
         self._held: dict[str, tuple[Float8Codes, ...]] = {}
 
     def hold(self, held: Mapping[str, tuple[Float8Codes, ...]]) -> None:
@@ -89,6 +117,18 @@ class Float8Experts(CodedExperts):
             for index, one in enumerate(parts):
                 self.register_buffer(f"{name}_codes_{index}", one.codes, persistent=False)
                 self.register_buffer(f"{name}_scales_{index}", one.scales, persistent=False)
+
+    def _multiply_weight(self, name: str, x: Tensor, index: Tensor) -> Tensor:
+        parts, all_biases = self._held[name], self._bias(name)
+        out = x.new_empty(*index.shape, sum(one.codes.shape[1] for one in parts))
+        begin = 0
+        for one in parts:
+            part = slice(begin, begin + one.codes.shape[1])
+            bias = None if all_biases is None else all_biases[:, part]
+            given = (x, one.codes, one.scales, out[..., part], one.block, one.first)
+            self._multiply(*given, e5m2=one.e5m2, index=index, bias=bias)
+            begin = part.stop
+        return out
 
     def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
         row = 0
@@ -105,8 +145,9 @@ class Mxfp4Experts(CodedExperts):
     def __init__(self, experts: Any) -> None:
         super().__init__(experts)
         from sarathi_pp_kernels.triton.expand_mxfp4 import expand_mxfp4  # triton is optional
+        from sarathi_pp_kernels.triton.few_rows import multiply_mxfp4
 
-        self._expand = expand_mxfp4
+        self._expand, self._multiply = expand_mxfp4, multiply_mxfp4
         self._held: dict[str, Mxfp4Codes] = {}
 
     def hold(self, held: Mapping[str, Mxfp4Codes]) -> None:
@@ -116,5 +157,18 @@ class Mxfp4Experts(CodedExperts):
             self.register_buffer(f"{name}_codes", one.codes, persistent=False)
             self.register_buffer(f"{name}_scales", one.scales, persistent=False)
 
+    def _multiply_weight(self, name: str, x: Tensor, index: Tensor) -> Tensor:
+        held = self._held[name]
+        out = x.new_empty(*index.shape, held.codes.shape[1])
+        self._multiply(x, held.codes, held.scales, out, index, self._bias(name))
+        return out
+
     def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
         self._expand(self._held[name].codes, self._held[name].scales, target, needed)
+
+
+def _can_multiply(experts: Any) -> bool:
+    """Return whether a module of experts computes what CodedExperts does. transformers' attributes describe it."""
+    if not hasattr(experts, "is_transposed") or not experts.has_gate:
+        return False
+    return not getattr(experts, "has_post_expert_norm", False)

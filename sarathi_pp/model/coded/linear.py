@@ -1,9 +1,11 @@
-"""Linear layers whose weights stay in FP8 on a GPU. Each call expands the weight, and torch multiplies with it.
+"""Linear layers whose weights stay in FP8 on a GPU. A call of many rows expands the weight, and torch multiplies.
 
     codes, scales  ->  scratch, shared by all modules of the stage  ->  x @ weight.T + bias
 
 A weight of n values is read and written once more than a weight in bfloat16: n bytes are read, 2 n written and 2 n read
 again, instead of 2 n. In return it takes half the memory. The expanded bits are those of dequantising on load.
+
+A call of at most 16 rows multiplies with the codes instead, which are read once and expanded in registers.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ class Float8Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
         super().__init__()
         from sarathi_pp_kernels.triton.expand import expand  # triton is optional
+        from sarathi_pp_kernels.triton.few_rows import MOST_ROWS, multiply_float8
 
         self._expand = expand
+        self._multiply, self._most_rows = multiply_float8, MOST_ROWS
         self.in_features, self.out_features = in_features, out_features
         self.bias = bias
         self._held: tuple[Float8Codes, ...] = ()
@@ -65,6 +69,19 @@ class Float8Linear(nn.Module):
         self._targets = tuple(part[None] for part in torch.split(self._weight, rows))
 
     def forward(self, x: Tensor) -> Tensor:
+        if 0 < x.numel() <= self._most_rows * self.in_features:
+            return self._multiply_codes(x)
         for one, target in zip(self._held, self._targets, strict=True):
             self._expand(one.codes, one.scales, target, one.block, one.first, e5m2=one.e5m2)
         return functional.linear(x, self._weight, self.bias)
+
+    def _multiply_codes(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 1, self.in_features)
+        out = x.new_empty(len(rows), 1, self.out_features)
+        begin = 0
+        for one in self._held:
+            part = slice(begin, begin + one.codes.shape[1])
+            bias = None if self.bias is None else self.bias[None, part]
+            self._multiply(rows, one.codes, one.scales, out[..., part], one.block, one.first, e5m2=one.e5m2, bias=bias)
+            begin = part.stop
+        return out.view(*x.shape[:-1], self.out_features)

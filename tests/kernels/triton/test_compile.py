@@ -23,7 +23,7 @@ _COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
-from sarathi_pp_kernels.triton import expand, expand_mxfp4, gate, norm, rotary, sampling
+from sarathi_pp_kernels.triton import expand, expand_mxfp4, few_rows, gate, norm, rotary, sampling
 
 def sources(dtype):
     row = "*" + dtype
@@ -47,6 +47,13 @@ def sources(dtype):
         yield expand._expand_rows, ("*u8", "*fp32", needed, row, *sizes, 16, 256, False), {}
     for needed, sizes in ((None, ("i32", "i32", 1)), ("*i32", ("i32", "i32", "i32")), ("*i32", (1, 1, 1))):
         yield expand_mxfp4._expand_matrix, ("*u8", "*u8", needed, row, *sizes, 4, 64), {}
+    for index, slots, scales in ((None, 1, "*fp32"), ("*i64", 8, "*bf16")):
+        own = (row, index, "*u8", scales, "*fp32", "i32", 1 if index is None else "i32", *("i32",) * 11)
+        yield few_rows._multiply_float8, (*own, 16, slots, 64, 128, False), {}
+    own = (row, "*i64", "*u8", "*u8", "*fp32", "i32", "i32", "i32", 0, "i32", "i32", "i32")
+    yield few_rows._multiply_mxfp4, (*own, 16, 4, 64, 4), {}
+    for index, bias in ((None, None), (None, row), ("*i64", row)):
+        yield few_rows._add_parts, ("*fp32", index, bias, row, *("i32",) * 8, 1024), {}
     eight, shape, digits = {"num_warps": 8}, (128256, 4096, 32, 32), {"fp32": 8, "bf16": 4}[dtype]
     given = (row, "*fp32", "*i64", "*fp64")
     search = (*given, "*i32", "*i32", "*fp64")
@@ -153,8 +160,9 @@ print(json.dumps({capability: code(module._attend, capability, found) for capabi
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     found = {*run_compiler(tmp_path, _COMPILE, str(capability)).split()}
+    products = {"_multiply_float8", "_multiply_mxfp4", "_add_parts"}
     drawing = {"_find_block_peaks", "_find_peaks", "_narrow", "_weigh_blocks", "_invert"}
-    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_expand_rows", "_expand_matrix", *drawing}
+    assert found == {"_gate_rows", "_norm_rows", "_rotate_rows", "_expand_rows", "_expand_matrix", *products, *drawing}
 
 
 @pytest.fixture(scope="module")

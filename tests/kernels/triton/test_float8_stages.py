@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sarathi_pp_kernels.triton import few_rows
 from torch import Tensor, nn
 
 from sarathi_pp.checkpoint.facts.support import check_model
@@ -45,6 +46,7 @@ WHOLE = (0, NUM_LAYERS)
 @pytest.fixture(autouse=True)
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "fuse", partial(fuse, by_kernels=True))
+    monkeypatch.setattr(few_rows, "MOST_ROWS", 0)  # test_few_rows.py tests the products of few rows
 
 
 def load(

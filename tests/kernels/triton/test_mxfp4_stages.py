@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sarathi_pp_kernels.triton import few_rows
 
 from sarathi_pp.checkpoint.files import open_checkpoint
 from sarathi_pp.checkpoint.tensor_file import ReadCount
@@ -28,6 +29,7 @@ from tests.model.families import NUM_LAYERS
 @pytest.fixture(autouse=True)
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "fuse", partial(fuse, by_kernels=True))
+    monkeypatch.setattr(few_rows, "MOST_ROWS", 0)  # test_few_rows.py tests the products of few rows
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sarathi_pp_kernels.triton import few_rows
 
 from sarathi_pp.checkpoint.facts.support import check_model
 from sarathi_pp.core.plan import Chunk, MicroBatch, SamplingRow
@@ -53,18 +54,21 @@ MICROBATCHES = [
 ]
 
 
-def test_tokens_by_graphs_and_without(model):
+@pytest.mark.parametrize("most_rows", [0, few_rows.MOST_ROWS])
+def test_tokens_by_graphs_and_without(model, most_rows, monkeypatch):
+    """Weights are expanded, or codes are multiplied."""
+    monkeypatch.setattr(few_rows, "MOST_ROWS", most_rows)
     plain = make_stage(model, coded=False, graphed=False)
     expected = [plain.prepare(microbatch)(None).tokens for microbatch in MICROBATCHES]
     for graphed in (False, True):
-        if graphed and has_experts(plain):
+        if graphed and has_experts(plain) and not most_rows:
             continue  # on the host, torch's grouped product reads how many tokens an expert has
         stage = make_stage(model, coded=True, graphed=graphed)
         before = TIMELINE.waits.copy()
         found = [stage.prepare(microbatch)(None).tokens for microbatch in MICROBATCHES]
         assert found == expected and all(found)
-        if not has_experts(plain):
-            assert TIMELINE.waits - before == {"copy to the host": 2}, "expanding waits for nothing"
+        if most_rows or not has_experts(plain):
+            assert TIMELINE.waits - before == {"copy to the host": 2}, "the host waits for nothing else"
         assert stage.graphed == ((2, 0) if graphed else None)
 
 

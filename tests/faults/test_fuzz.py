@@ -40,7 +40,7 @@ from tests import thinning
 pytestmark = pytest.mark.timeout(600)
 
 # Messages of each kind, thinned.
-CASES = 1_000_000 if thinning.full else 60_000
+CASES = 1_000_000 if thinning.full else 20_000
 LIMIT = 4096
 ADDER = Path(__file__).parents[2] / "examples" / "tiny-adder"
 VOCAB_SIZE = json.loads((ADDER / "config.json").read_text())["vocab_size"]

@@ -22,7 +22,7 @@ from tests.machine import patient
 
 pytestmark = pytest.mark.timeout(200)
 
-PROMPTS: list[Tokens] = [tuple(range(3, 4 + row % 40)) for row in range(600)]
+PROMPTS: list[Tokens] = [tuple(range(3, 4 + row % 40)) for row in range(300)]
 OPTIONS = ("--max-new-tokens", "24", "--ignore-eos", "--max-num-seqs", "16", "--chunk-size", "32", "--quiet")
 PORT = 29500
 ADDRESSES = ("10.213.7.1", "10.213.7.2")

@@ -17,7 +17,12 @@ from tests.machine import patient
 pytestmark = pytest.mark.timeout(180)
 MODEL = ROOT / "examples" / "tiny-adder"
 NUM_ROWS = 300
-stages = pytest.mark.parametrize("stages", ["1", "2"])
+on_one_stage, on_two_stages = (
+    pytest.mark.parametrize(
+        "stages", [pytest.param(stages, marks=[pytest.mark.full] * (stages != default)) for stages in ("1", "2")]
+    )
+    for default in ("1", "2")
+)
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def command(files: Files, stages: str, *more: str) -> tuple[str, ...]:
     return (*COMMAND, *files.options(MODEL, "--stages", stages, "--max-new-tokens", "20", *more))
 
 
-@stages
+@on_two_stages
 def test_a_pipe_that_nobody_reads_ends_no_run(stages, files):
     """As with `2>&1 | head -1`. A write of progress to that pipe must not end the run."""
     reader, writer = os.pipe()
@@ -43,7 +48,7 @@ def test_a_pipe_that_nobody_reads_ends_no_run(stages, files):
     assert files.report()["completed"] == NUM_ROWS
 
 
-@stages
+@on_two_stages
 def test_a_terminal_that_was_closed_ends_no_run(stages, files):
     """SIGHUP is ignored, as under nohup, so drawing on the closed terminal fails, also at the end."""
     terminal, side = pty.openpty()
@@ -62,7 +67,7 @@ def test_a_terminal_that_was_closed_ends_no_run(stages, files):
     assert files.report()["completed"] == NUM_ROWS
 
 
-@stages
+@on_one_stage
 def test_a_report_that_nobody_reads_is_no_crash(stages, files):
     reader, writer = os.pipe()
     os.close(reader)
@@ -80,7 +85,7 @@ def test_a_report_that_nobody_reads_is_no_crash(stages, files):
     assert len(files.rows()) == NUM_ROWS and files.report()["completed"] == NUM_ROWS
 
 
-@stages
+@on_two_stages
 def test_a_report_that_cannot_be_written_says_where_it_is(stages, files):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

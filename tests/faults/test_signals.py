@@ -158,7 +158,7 @@ def test_signals_until_the_process_has_ended_change_no_exit_code(told, stages, f
     answers(files)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_while_it_is_set_up_there_is_nothing_to_finish(number, files, model):
     """Stage 1 never ends loading."""
     with started(files, model, *OPTIONS, "--stages", "2", **fault(1, "stall")) as run:

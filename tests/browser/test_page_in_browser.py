@@ -167,8 +167,14 @@ def until_shown(page: Page, condition: str) -> None:
     settled(page)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        *((1280, "light"), (390, "dark")),
+        pytest.param(1280, "dark", marks=pytest.mark.full),
+        pytest.param(390, "light", marks=pytest.mark.full),
+    ],
+)
 def test_it_is_drawn_in_full_at_any_width_and_scheme(opened: Opener, width: int, scheme: str) -> None:
     note = "a note without any place to break it: " + "x" * 200
     page = opened(staircase("run" * 60, causes=CAUSES, notes=[note]), width=width, scheme=scheme)

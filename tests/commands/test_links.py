@@ -195,6 +195,7 @@ def test_two_hosts_of_two_stages_answer_as_one_process(link, elastic, two, expec
     assert all(link["transfer_s"]["p50"] > -report["clock_uncertainty_s"] for link in report["links"])
 
 
+@pytest.mark.full
 def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_path):
     files = files_in(tmp_path)
     with Started(three, files, (1, 1, 1)) as agents:

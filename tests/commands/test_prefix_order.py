@@ -86,8 +86,15 @@ def model(reference: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("shape", [("--stages", "2"), ("--replicas", "2")], ids=["stages", "replicas"])
-@pytest.mark.parametrize("window", [("--order-window", "7"), ()], ids=["small", "default"])
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        pytest.param(("--stages", "2"), ("--order-window", "7"), id="stages-small"),
+        pytest.param(("--replicas", "2"), (), id="replicas-default"),
+        pytest.param(("--stages", "2"), (), marks=pytest.mark.full, id="stages-default"),
+        pytest.param(("--replicas", "2"), ("--order-window", "7"), marks=pytest.mark.full, id="replicas-small"),
+    ],
+)
 def test_the_answers_are_those_of_the_input_s_order(shape, window, model, in_order, tmp_path):
     files = files_in(tmp_path)
     answer(files, model, *shape, *window)
@@ -110,7 +117,7 @@ def test_without_the_prefix_cache_rows_keep_their_order_unless_the_user_names_an
     assert before == after if order == "auto" else num_runs(after) == NUM_GROUPS
 
 
-@pytest.mark.parametrize("orders", [("prefix", "input"), ("input", "prefix")])
+@pytest.mark.parametrize("orders", [("prefix", "input"), pytest.param(("input", "prefix"), marks=pytest.mark.full)])
 def test_a_run_that_was_killed_resumes_in_another_order(orders, model, in_order, tmp_path):
     files = files_in(tmp_path)
     first, second = (("--order", order, "--stages", "2", "--resume") for order in orders)

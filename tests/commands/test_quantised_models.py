@@ -20,9 +20,9 @@ pytestmark = pytest.mark.timeout(180)
     [
         ("qwen3_moe", "fp8 blocks", "FP8, blocks of 32 x 32"),
         ("gpt_oss", "mxfp4", "MXFP4"),
-        ("deepseek_v3", "fp8 blocks", "FP8, blocks of 32 x 32"),
         ("deepseek_v3", "packed int4 groups", "compressed-tensors, int4, groups of 16"),
-        ("llama", "packed int4 groups", "compressed-tensors, int4, groups of 16"),
+        pytest.param("deepseek_v3", "fp8 blocks", "FP8, blocks of 32 x 32", marks=pytest.mark.full),
+        pytest.param("llama", "packed int4 groups", "compressed-tensors, int4, groups of 16", marks=pytest.mark.full),
     ],
 )
 def test_generate_answers_as_transformers_does_with_the_floats(

@@ -79,7 +79,7 @@ def test_while_it_loads_slowly_it_shows_how_far_it_is(tmp_path: Path) -> None:
     """Rank 0 shows its own reading for some seconds, and then that of the other rank, which reads more."""
     files = Files(tmp_path)
     files.write_prompts([(1, 5, 6, 12)], max_new_tokens=2)
-    slow = {"SLOW_READ_S": "0.6", "PYTHONPATH": f"{Path(__file__).with_name('slow')}:{environment()['PYTHONPATH']}"}
+    slow = {"SLOW_READ_S": "0.3", "PYTHONPATH": f"{Path(__file__).with_name('slow')}:{environment()['PYTHONPATH']}"}
     spoken = Spoken(files.options(ADDER, "--stages", "2", "--layer-split", "1,4"), {**environment(), **slow})
     assert spoken.end() == 0, spoken.text
     spoken.require_speech()

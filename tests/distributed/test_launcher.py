@@ -189,8 +189,16 @@ sys.exit({code} if first else 0)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize(("longer_s", "dies"), [(4.0, False), (4.0, True), (1000.0, False)])
+@pytest.mark.parametrize(
+    ("longer_s", "dies", "code"),
+    [
+        *((4.0, False, 0), (4.0, True, 3), (1000.0, False, 0)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [(4.0, False, 3), (4.0, True, 0), (1000.0, False, 3)]
+        ),
+    ],
+)
 def test_a_rank_that_stays_when_the_first_has_finished_is_waited_for_and_not_for_ever(
     longer_s, dies, code, tmp_path, monkeypatch
 ):

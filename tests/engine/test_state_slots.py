@@ -15,7 +15,13 @@ from tests.model.families import write_checkpoint
 FEW_PAGES = 16
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "balanced", "orca", "chunkllm:threshold=9,overlap=0.3"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("sarathi", "chunkllm:threshold=9,overlap=0.3"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("balanced", "orca")),
+    ],
+)
 def test_each_chunk_finds_a_slot_on_each_stage(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model keeps no states, but its sequences get slots like those of one that does."""
     write_checkpoint("llama", tmp_path)

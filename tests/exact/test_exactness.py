@@ -1,8 +1,8 @@
 """Greedy float32 output equals transformers' `generate`, token for token, for any split and batching of the work.
 
 Every family, stage count, chunk size and policy runs in one process, over the in-process channel. The default run
-covers each stage count, chunk size and policy of every family that is not in BRIEF, in combinations that differ between
-families. `--full` runs every combination of all families.
+covers each stage count and policy of every family that is not in BRIEF with three chunk sizes, in combinations that
+differ between families. `--full` runs every combination of all families.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ pytestmark = pytest.mark.timeout(120)
 
 def default_cases(number: int) -> set[tuple[int, int, str]]:
     """Return the (stages, chunk size, policy) cases that the family of this number runs by default."""
-    cases = {(STAGES[(number + place) % 3], size, "sarathi") for place, size in enumerate(CHUNK_SIZES[1:])}
-    cases.add((STAGES[(number // 3) % 3], CHUNK_SIZES[1:][number % 4], "orca"))
+    larger = CHUNK_SIZES[1:]
+    cases = {
+        (STAGES[(number + place) % 3], larger[(number // 3 + place) % 4], "sarathi" if place else "orca")
+        for place in range(3)
+    }
     if number % CHUNKS_OF_ONE == 0:
         cases.add((STAGES[(number // CHUNKS_OF_ONE) % 3], 1, "sarathi"))
     return cases
@@ -47,12 +50,14 @@ def matrix() -> Iterator[object]:
 
 
 def test_the_default_run_covers_every_stage_count_chunk_size_and_policy_of_every_family():
-    chunks_of_one = set()
+    chunks_of_one, run = set(), set()
     for number in range(len(FAMILIES) - len(BRIEF)):
         stages, sizes, policies = map(set, zip(*default_cases(number), strict=True))
-        assert stages == set(STAGES) and sizes >= set(CHUNK_SIZES[1:]) and policies == set(POLICIES)
+        assert stages == set(STAGES) and len(sizes - {1}) == 3 and policies == set(POLICIES)
         chunks_of_one |= {stages for stages, size, _ in default_cases(number) if size == 1}
+        run |= {case for case in default_cases(number) if case[1] != 1}
     assert chunks_of_one == set(STAGES)
+    assert run == {*product(STAGES, CHUNK_SIZES[1:], POLICIES)}, "each combination in some family"
     assert max(LENGTHS) < CHUNK_SIZES[-1] and len(LENGTHS) == 24
 
 
@@ -102,7 +107,7 @@ def test_preempted_sequences_are_recomputed_to_the_same_tokens(family, stages, p
     expect(outcome, known.outputs)
 
 
-@pytest.mark.parametrize("family, inflight", [("llama", 2), ("gemma3_text", 6)])
+@pytest.mark.parametrize("family, inflight", [pytest.param("llama", 2, marks=pytest.mark.full), ("gemma3_text", 6)])
 def test_sequences_that_are_preempted_over_and_over_keep_their_tokens(family, inflight, reference):
     """With short prompts and long outputs, many sequences are admitted, and few can stay."""
     answers = reference(family).longer(40, longest_prompt=20)
@@ -146,8 +151,15 @@ def test_the_number_of_microbatches_in_flight_changes_no_token(inflight, referen
     expect(outcome, known.outputs)
 
 
-@pytest.mark.parametrize("split", [(3, 2), (1, 4), (2, 2, 1), (1, 1, 3), (1, 2, 1, 1), (1, 1, 1, 1, 1)])
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "opt"])
+def uneven() -> Iterator[object]:
+    """Yield every family with every split; by default, each split in one family."""
+    splits = ((3, 2), (1, 4), (2, 2, 1), (1, 1, 3), (1, 2, 1, 1), (1, 1, 1, 1, 1))
+    for number, family in enumerate(("llama", "gpt_oss", "opt")):
+        for place, split in enumerate(splits):
+            yield pytest.param(family, split, marks=[] if place % 3 == number else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("family, split", list(uneven()))
 def test_layers_that_stages_do_not_divide(family, split, reference):
     known = reference(family)
     outcome = run_pipeline(known.directory, known.prompts, stages=len(split), chunk_size=64, layer_split=split)

@@ -95,7 +95,9 @@ def test_tokens_and_log_probabilities_are_those_without_the_cache(family, stages
     assert answers > 2, "pages with tokens of answers are found too"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", pytest.param("gpt_oss", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "family", ["gemma2", *(pytest.param(family, marks=pytest.mark.full) for family in ("llama", "gpt_oss"))]
+)
 def test_sequences_that_lose_their_pages_start_again_from_those_that_are_left(family, reference, plain):
     known, small = reference(family), {"stages": 2, "num_pages": 40, "close": True, "per_take": 12}
     found = answer(known, prefix_cache="all", **small)

@@ -48,7 +48,7 @@ def checked(directory: Path, stages: int = 2) -> ModelCheck:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if n % 5 == 0 else pytest.mark.full) for n, f in enumerate(FAMILIES)]
+    "family", [pytest.param(f, marks=() if n % 9 == 0 else pytest.mark.full) for n, f in enumerate(FAMILIES)]
 )
 def test_every_family_passes(family: str, saved: Saved) -> None:
     found = checked(saved(family))

@@ -26,6 +26,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md", *DOCS)
 
 TWO_NODES = "tests/launch/test_multinode.py::test_two_nodes_answer_a_file_and_end_with_the_code_of_the_run"
 TWO_AGENTS = "tests/commands/test_processes.py::test_two_agents_with_run_directories_of_their_own_make_one_run"
+EXAMPLE = "tests/examples/test_examples.py::test_it_runs_and_shows_what_it_says"
 BENCH = "tests/commands/test_bench_command.py::test_people_are_told_each_run_and_the_table"
 # The start of a command -> the test or script that runs it.
 ELSEWHERE = {
@@ -43,6 +44,8 @@ ELSEWHERE = {
     ),
     "source .venv/bin/activate": "launch/setup.sh::set_up",  # it makes the environment in which the tests run
     "sarathi-pp bench --model examples": BENCH,
+    "python examples/library.py": EXAMPLE,
+    "python examples/add_a_model.py": EXAMPLE,
 }
 # Commands that take minutes to hours, or need other engines, by their start. Click parses their options and types.
 LONG = (

@@ -19,7 +19,7 @@ from sarathi_pp.errors import InputError, SarathiError
 from sarathi_pp.model.attention import choose_backend
 from sarathi_pp.model.loader import load_stage
 from tests import thinning
-from tests.model.families import FAMILIES, NUM_LAYERS, thinned, write_checkpoint
+from tests.model.families import NUM_LAYERS, thinned, write_checkpoint
 from tests.model.test_stage_model import relative_error, run_schedule
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def reference(directory: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, pytest.mark.oldest))
+@pytest.mark.parametrize("family", thinned(few=True, oldest=True))
 def test_a_wrong_value_is_named_or_changes_nothing(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     file = tmp_path / "config.json"

@@ -67,7 +67,7 @@ def generate(
     [
         (1, ("--stages", "1"), "gloo"),
         pytest.param(1, ("--stages", "2"), "gloo", marks=pytest.mark.full),
-        (2, ("--stages", "2"), "nccl"),
+        pytest.param(2, ("--stages", "2"), "nccl", marks=pytest.mark.full),
         pytest.param(2, ("--stages", "2", "--replicas", "2"), "gloo", marks=pytest.mark.full),
         pytest.param(4, ("--stages", "2", "--replicas", "2"), "nccl", marks=pytest.mark.full),
         (2, ("--stages", "1", "--tensor-parallel-size", "2"), "nccl"),
@@ -86,7 +86,7 @@ def test_pipelines_by_graphs(
 
 def test_graphs_read_the_pages_that_prompts_share(reference: Reference, tmp_path: Path) -> None:
     run, report = generate(reference, tmp_path, 2, "--stages", "2", twice=17)
-    assert (run["prefix_cache"], run["attention"]) == ("prompts", "triton")
+    assert (run["transport"], run["prefix_cache"], run["attention"]) == ("nccl", "prompts", "triton")
     assert report["prefix_cache"]["cached_tokens"] == 16
     assert all(stage["graph_hit_rate"] == 1.0 for stage in report["per_stage"])
 

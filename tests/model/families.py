@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sarathi_pp.checkpoint.facts.families import FAMILIES as SUPPORTED
+from tests import thinning
 
 NUM_LAYERS = 5
 VOCAB_SIZE = 128
@@ -574,12 +575,24 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 BRIEF = frozenset(list(FAMILIES)[list(FAMILIES).index("ministral") :])
 
 
-def thinned(families: Iterable[str] = FAMILIES, *marks: pytest.MarkDecorator) -> list[ParameterSet]:
-    """Return the families as test parameters, with `marks`. Those in BRIEF are also marked `full`."""
-    return [
-        pytest.param(family, marks=[*marks, pytest.mark.full] if family in BRIEF else list(marks))
-        for family in families
-    ]
+# Families whose layers differ most: norms and biases, windows, sinks, experts, latent attention, states.
+VARIED = ("llama", "gpt2", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoehybrid")
+
+
+def thinned(families: Iterable[str] = FAMILIES, *, few: bool = False, oldest: bool = False) -> list[ParameterSet]:
+    """Return the families as test parameters. Those in BRIEF are marked `full`.
+
+    Args:
+        few: mark all families `full` that are not in VARIED.
+        oldest: mark families in VARIED `oldest`; all families with --full.
+    """
+    found = []
+    for family in families:
+        marks = [pytest.mark.full] if family in BRIEF or (few and family not in VARIED) else []
+        if oldest and (thinning.full or family in VARIED):
+            marks.append(pytest.mark.oldest)
+        found.append(pytest.param(family, marks=marks))
+    return found
 
 
 # (scale of the weights, scale of the embedding): greedy outputs must not settle on one token, and rounding errors must

@@ -31,7 +31,7 @@ from sarathi_pp.model.missing_layer import MissingLayer
 from sarathi_pp.model.stage_model import LMHead, StageModel
 from tests import thinning
 from tests.commands.processes import environment
-from tests.model.families import BRIEF, FAMILIES, NUM_LAYERS, VOCAB_SIZE, WINDOW, is_too_old, thinned, write_checkpoint
+from tests.model.families import FAMILIES, NUM_LAYERS, VARIED, VOCAB_SIZE, WINDOW, is_too_old, thinned, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -153,7 +153,7 @@ def relative_error(answers: dict[str, dict[int, torch.Tensor]], reference: Any) 
 
 
 def chained() -> Iterator[ParameterSet]:
-    """Yield every family on 1, 2 and 4 stages. By default it runs on 2, and those not in BRIEF run on 4 too."""
+    """Yield every family on 1, 2 and 4 stages. By default it runs on 2, and those in VARIED run on 4 too."""
     cases = {
         "one": (ONE_STAGE, 1, "auto"),
         "two-sdpa": (TWO_STAGES, 1, "sdpa"),
@@ -162,7 +162,7 @@ def chained() -> Iterator[ParameterSet]:
     }
     for family in FAMILIES:
         for name, case in cases.items():
-            full = name in ("one", "two-sdpa") or (family in BRIEF and name != "two")
+            full = name in ("one", "two-sdpa") or (family not in VARIED and name != "two")
             marks = [pytest.mark.full] if full else [pytest.mark.oldest] if name == "two" else []
             yield pytest.param(family, *case, marks=marks, id=f"{family}-{name}")
 
@@ -186,7 +186,7 @@ def test_chained_slices_give_the_whole_models_logits(
     assert error < 1e-5
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, pytest.mark.oldest))
+@pytest.mark.parametrize("family", thinned())
 def test_the_head_by_itself_gives_the_bits_of_the_last_stage(family: str, saved: Saved) -> None:
     """The head also reads no other weights."""
     directory, _ = saved(family, 3)
@@ -226,7 +226,7 @@ def test_in_bfloat16_too(tied: bool, tmp_path: Path) -> None:
         assert head.forward(last.forward_rows(x, inputs, kv)).equal(last.forward(x, inputs, kv))
 
 
-@pytest.mark.parametrize("family", thinned())
+@pytest.mark.parametrize("family", thinned(few=True))
 def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, saved: Saved) -> None:
     """A restart has other neighbours and cuts prompts elsewhere. It must still draw the same tokens."""
     directory, _ = saved(family, 1)

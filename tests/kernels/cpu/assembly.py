@@ -1,6 +1,7 @@
 """Compile kernels with products for another processor, as numba would do on it, and print their assembly as JSON.
 
-    NUMBA_CPU_NAME=neoverse-n1 NUMBA_CPU_FEATURES=+neon python -m tests.kernels.cpu.assembly aarch64-unknown-linux-gnu
+    NUMBA_CPU_NAME=neoverse-n1 NUMBA_CPU_FEATURES=+neon python -m tests.kernels.cpu.assembly \\
+        aarch64-unknown-linux-gnu multiply_float attention_float
 
 LLVM has code generators for many processors. numba asks for the one of its own process, so another answer is enough.
 """
@@ -13,7 +14,7 @@ import sys
 import llvmlite.binding as llvm
 
 
-def main(triple: str) -> None:
+def main(triple: str, *names: str) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.get_process_triple = lambda: triple
@@ -23,13 +24,13 @@ def main(triple: str) -> None:
     from sarathi_pp_kernels.cpu import attention_float, gemm
     from sarathi_pp_kernels.cpu.simd.target import target
 
-    names = ["multiply_float", "multiply_float_bf16", "multiply_float_fp16"]
-    names += ["multiply_bf16"] * (target().dot is not None)
-    kernels = {name: (getattr(gemm, name), (*[types.int64] * 9, types.boolean)) for name in names}
-    numbers = *[types.int64] * 16, types.float32, types.float32, *[types.int64] * 5
-    kernels["attention_float"] = attention_float.attend, numbers
+    of_products = *[types.int64] * 9, types.boolean
+    of_attention = *[types.int64] * 16, types.float32, types.float32, *[types.int64] * 5
     found = {}
-    for name, (kernel, signature) in kernels.items():
+    for name in names:
+        is_product = name != "attention_float"
+        kernel = getattr(gemm, name) if is_product else attention_float.attend
+        signature = of_products if is_product else of_attention
         kernel._cache = NullCache()  # this processor cannot run the code
         kernel.compile(signature)
         found[name] = kernel.inspect_asm(signature)
@@ -37,4 +38,4 @@ def main(triple: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -530,7 +530,8 @@ _UNUSUAL += [(80, False, 256, 2), (80, False, 128, 40), (90, True, 512, 2)]
     [
         pytest.param("bf16", _USUAL, id="bf16-usual"),
         pytest.param("fp32", _USUAL[2:3], id="fp32-one"),
-        pytest.param("fp16", _USUAL[-1:], id="fp16-one"),  # it has the registers and the memory of bfloat16
+        # It has the registers and the memory of bfloat16.
+        pytest.param("fp16", _USUAL[-1:], marks=pytest.mark.full, id="fp16-one"),
         pytest.param("fp32", _USUAL, marks=pytest.mark.full, id="fp32-usual"),
         pytest.param("fp16", _USUAL, marks=pytest.mark.full, id="fp16-usual"),
         *(

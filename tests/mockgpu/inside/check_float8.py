@@ -26,7 +26,11 @@ NUM_LAYERS = 2
 WHOLE = (0, NUM_LAYERS)
 SHAPES = (Shape(4, 2, decodes=False), Shape(2, 2, decodes=True))
 GREEDY = SamplingRow(position=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-MODELS = [("llama", "fp8 blocks"), ("qwen3_moe", "fp8 blocks"), ("gpt_oss", "mxfp4")]
+MODELS = [
+    ("llama", "fp8 blocks"),
+    pytest.param(("qwen3_moe", "fp8 blocks"), marks=pytest.mark.full),
+    ("gpt_oss", "mxfp4"),
+]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: model[0])

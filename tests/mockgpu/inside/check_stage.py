@@ -73,8 +73,15 @@ def waited(work) -> tuple[object, Counter[str]]:
     return found, TIMELINE.waits - before
 
 
-@pytest.mark.parametrize("graphed", [False, True])
-@pytest.mark.parametrize("row", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("row", "graphed"),
+    [
+        pytest.param(GREEDY, False, id="greedy"),
+        pytest.param(DRAWN, True, id="drawn-graphed"),
+        pytest.param(GREEDY, True, marks=pytest.mark.full, id="greedy-graphed"),
+        pytest.param(DRAWN, False, marks=pytest.mark.full, id="drawn"),
+    ],
+)
 def test_a_host_waits_for_its_tokens_and_for_nothing_else(model, graphed, row):
     middle = NUM_LAYERS // 2
     first = make_stage(model, (0, middle), graphed=graphed)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -121,11 +122,21 @@ def pair(family: str, kind: Kind, **changed: int) -> tuple[Any, Any]:
 WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 1408}
 
 
-@for_all_kinds
-@pytest.mark.parametrize("family", LIKE_LLAMA)
-def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family, kind):
+def cases(family: str, changed: dict[str, int]) -> list[ParameterSet]:
+    """Return a family with every kind. By default, families other than llama have one kind each."""
+    default = {"mistral": "float32", "qwen2": "bfloat16", "qwen3": "float32-bfloat16"}
+    found = []
+    for kind in KINDS:
+        full = [pytest.mark.full] if default.get(family, kind.id) != kind.id else []
+        name = f"{kind.id}-{family}" + "-wide" * bool(changed)
+        found.append(pytest.param(family, changed, *kind.values, marks=[*kind.marks, *full], id=name))
+    return found
+
+
+@pytest.mark.parametrize(("family", "changed", "kind"), [case for family in LIKE_LLAMA for case in cases(family, WIDE)])
+def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family, changed, kind):
     """This includes a single leftover token, which the decodes' kernel would otherwise compute."""
-    compiled = pair(family, kind, **WIDE)[1]
+    compiled = pair(family, kind, **changed)[1]
     config, length = compiled.config, PAGES_EACH * PAGE_SIZE
     windows = layer_windows(config, SUPPORTED[type(compiled).__name__])
     layers = config.num_hidden_layers
@@ -145,8 +156,10 @@ def test_how_a_prompt_is_cut_changes_no_bit_of_a_row(family, kind):
         assert torch.equal(rows(bounds), whole), bounds
 
 
-@pytest.mark.parametrize(("family", "changed"), [*((family, {}) for family in LIKE_LLAMA), ("llama", WIDE)])
-@for_all_kinds
+@pytest.mark.parametrize(
+    ("family", "changed", "kind"),
+    [*(case for family in LIKE_LLAMA for case in cases(family, {})), *cases("llama", WIDE)],
+)
 @given(rounds=rounds, threads=st.integers(1, 5))
 @settings(max_examples=25, deadline=None)
 def test_no_bit_differs_from_the_layers_one_by_one(family, changed, kind, rounds, threads):

@@ -27,6 +27,11 @@ from tests.model.families import FAMILIES, NUM_LAYERS, VOCAB_SIZE, architecture,
 CPU = torch.device("cpu")
 PAGE_SIZE, LENGTH, NUM_SLOTS = 16, 90, 4
 WITH_STATES = [name for name in FAMILIES if SUPPORTED[architecture(name)].states is not None]
+# By default, of two families with the same kind of state, one. test_stage_model.py has all of them.
+ALIKE = ("qwen3_5_moe_text", "granitemoehybrid_dense", "lfm2")
+of_each_kind = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in WITH_STATES]
+)
 needs_kernels = pytest.mark.skipif(not has_float_products(), reason="no kernels for this processor")
 
 
@@ -105,7 +110,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", WITH_STATES)
+@of_each_kind
 def test_every_cut_of_a_prompt_gives_the_same_bits(family: str, saved: Any) -> None:
     directory, reference = saved(family)
     tokens = tokens_of(1)
@@ -116,7 +121,7 @@ def test_every_cut_of_a_prompt_gives_the_same_bits(family: str, saved: Any) -> N
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", WITH_STATES)
+@of_each_kind
 def test_sequences_of_a_microbatch_do_not_mix_and_slots_are_used_again(family: str, saved: Any) -> None:
     directory, reference = saved(family)
     first, second, third = (tokens_of(seed, 40) for seed in (1, 2, 3))
@@ -157,7 +162,7 @@ def test_without_kernels_too(family: str, saved: Any, monkeypatch: pytest.Monkey
     assert error(logits, expected_of(reference, second)) < 1e-5
 
 
-@pytest.mark.parametrize("family", WITH_STATES)
+@of_each_kind
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(family: str, saved: Any) -> None:
     directory, reference = saved(family)
     tokens = tokens_of(1)

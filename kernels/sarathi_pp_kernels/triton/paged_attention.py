@@ -17,7 +17,7 @@ The softmax is summed up from block to block (FlashAttention-2, Dao 2023). The q
 of the same product. Pages are read in place (PagedAttention, Kwon et al. 2023). Pieces of one tile are merged
 afterwards (Flash-Decoding, Dao et al. 2023). One kernel serves chunks and decodes, as vLLM's unified attention does.
 Scores, softmax and sums are float32. Products of float32 are IEEE products, not TF32. Softmax weights are rounded to
-the dtype of the values, as in FlashAttention.
+the dtype of the queries, as in FlashAttention. Keys and values in FP8 are converted to that dtype in registers.
 
 Keys that no row sees are never read. The part of a page that was not written may hold NaN, and 0 times NaN is NaN.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from sarathi_pp_kernels.triton.attention_stages import LEAST_DIM, num_stages
 from sarathi_pp_kernels.triton.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, AttentionWork, Extent, power_of_two
+from sarathi_pp_kernels.triton.float8 import from_codes
 
 # The softmax is computed with powers of 2, for which GPUs have an instruction.
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -59,7 +61,7 @@ def paged_attention(
     The keys and values of the queries are in their pages already. H is num_kv_heads times work.blocks.group.
 
     Args:
-        keys: (num_pages, num_kv_heads, page_size, D), contiguous.
+        keys: (num_pages, num_kv_heads, page_size, D), contiguous, in the dtype of the queries or in float8_e4m3fn.
         values: like keys.
         pages: (n,) int64 page ids of all sequences, one sequence after the other.
         work: the microbatch's work, cut for these sequences.
@@ -75,6 +77,8 @@ def paged_attention(
     assert num_heads == num_kv_heads * blocks.group, f"{num_heads} heads are not {num_kv_heads} times {blocks.group}"
     assert keys.is_contiguous() and values.is_contiguous() and pages.dtype == torch.int64
     assert scaling > 0, f"the largest score is found before it is multiplied by {scaling}"
+    if keys.dtype == torch.float8_e4m3fn and not _converts_float8(keys.device):
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # These are two tensors and not halves of one. If a second half is not aligned to 16 bytes, another kernel is
     # compiled.
@@ -133,6 +137,12 @@ def paged_attention(
             COLUMNS=MERGE_COLUMNS,
         )
     return out
+
+
+@cache
+def _converts_float8(device: torch.device) -> bool:
+    """Return whether the device has an instruction that converts FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def reference_paged_attention(
@@ -374,7 +384,7 @@ def _sum_up(
         scores = tl.where(whole, scores, masked)
         peak, weights, shrink = _weights(peak, scores, 1.0 if HAS_SOFTCAP else score_factor)
         total = total * shrink + tl.sum(weights, 1)
-        value_block = tl.load(values + value_place, mask=wanted, other=0.0)
+        value_block = _loaded(values + value_place, wanted, queries.dtype)
         rounded = weights.to(value_block.dtype)
         summed = tl.dot(rounded, value_block, acc=summed * shrink[:, None], input_precision="ieee")
     return peak, total, summed
@@ -383,7 +393,7 @@ def _sum_up(
 @triton.jit
 def _products(queries: tl.tensor, key_block: tl.tensor, wanted: tl.tensor) -> tl.tensor:
     """Return the products (rows, keys) of queries with the keys at these addresses, 0 for keys that are not wanted."""
-    return tl.dot(queries, tl.trans(tl.load(key_block, mask=wanted, other=0.0)), input_precision="ieee")
+    return tl.dot(queries, tl.trans(_loaded(key_block, wanted, queries.dtype)), input_precision="ieee")
 
 
 @triton.jit
@@ -402,6 +412,20 @@ def _wanted(
     if HEAD_DIM < BLOCK_DIM:
         wanted = wanted & (channel < HEAD_DIM)[None, :]
     return wanted
+
+
+@triton.jit
+def _loaded(place: tl.tensor, wanted: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return a block of keys or values in `dtype`, with zeros where `wanted` is false.
+
+    Those in FP8 have a type of their own if the device has an instruction that converts them. Otherwise they are uint8.
+    """
+    block = tl.load(place, mask=wanted, other=0.0)
+    if place.dtype.element_ty == tl.uint8:
+        block = from_codes(block).to(dtype)
+    elif place.dtype.element_ty == tl.float8e4nv:
+        block = block.to(dtype)
+    return block
 
 
 @triton.jit

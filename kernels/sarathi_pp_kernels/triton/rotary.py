@@ -8,7 +8,8 @@ value. A head is held as two halves, because rotation mixes channel i with chann
     program (row, 1)              q2 q3      k1      v1
 
 Every value is rounded to the dtype at the points at which transformers' own modules round. These are after the norm,
-after its weight, after either product of the rotation and after their sum.
+after its weight, after either product of the rotation and after their sum. Pages in FP8 get the result rounded once
+more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from sarathi_pp_kernels.triton.float8 import to_codes
 
 
 def rotate_and_write(
@@ -34,7 +37,7 @@ def rotate_and_write(
 ) -> Tensor:
     """Rotate the queries in place, write rotated keys, and values, into their pages, and return queries (T, H, D).
 
-    All tensors have one dtype except the indices.
+    All tensors have one dtype except the indices. Keys and values may be in float8_e4m3fn instead.
 
     Args:
         qkv: (T, (H + 2 Hkv) * D), contiguous.
@@ -58,7 +61,12 @@ def rotate_and_write(
     assert write_pages.shape == write_offsets.shape == (num_rows,), f"{write_pages.shape}, {write_offsets.shape}"
     assert keys.shape == values.shape and head_dim % 2 == 0
     assert (query_norm is None) == (key_norm is None), "norms come in pairs"
-    floats = [one for one in (qkv, cos, sin, keys, values, query_norm, key_norm) if one is not None]
+    if keys.dtype == values.dtype == torch.float8_e4m3fn:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    else:
+        assert keys.dtype == values.dtype == qkv.dtype, f"{keys.dtype}, {values.dtype}, {qkv.dtype}"
+    assert keys.is_contiguous() and values.is_contiguous()
+    floats = [one for one in (qkv, cos, sin, query_norm, key_norm) if one is not None]
     assert all(one.dtype == qkv.dtype and one.is_contiguous() for one in floats), [one.dtype for one in floats]
     group = num_heads // num_kv_heads
     if num_rows:
@@ -104,9 +112,15 @@ def reference_rotate_and_write(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = torch.split_with_sizes(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     query.copy_(_reference_head(query, query_norm, cos, sin, epsilon))
-    keys[write_pages, :, write_offsets] = _reference_head(key, key_norm, cos, sin, epsilon)
-    values[write_pages, :, write_offsets] = value
+    _put(keys, _reference_head(key, key_norm, cos, sin, epsilon), write_pages, write_offsets)
+    _put(values, value, write_pages, write_offsets)
     return query
+
+
+def _put(pages: Tensor, rows: Tensor, write_pages: Tensor, write_offsets: Tensor) -> None:
+    if pages.dtype == torch.float8_e4m3fn:
+        rows, pages = rows.clamp(-448, 448).to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
+    pages[write_pages, :, write_offsets] = rows
 
 
 def _reference_head(heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, epsilon: float) -> Tensor:
@@ -138,8 +152,8 @@ def _rotate_rows(  # type: ignore[no-untyped-def]
     key = begin + (num_kv_heads * GROUP + kv_head) * size + at
     _rotate_heads(key, keys + place + at, one, at, cos + row * size, sin + row * size, key_norm, epsilon, HALF)
     value = key + num_kv_heads * size
-    tl.store(values + place + at, tl.load(value, mask=one), mask=one)
-    tl.store(values + place + at + HALF, tl.load(value + HALF, mask=one), mask=one)
+    _store(values + place + at, tl.load(value, mask=one), one)
+    _store(values + place + at + HALF, tl.load(value + HALF, mask=one), one)
 
 
 @triton.jit
@@ -152,7 +166,7 @@ def _rotate_heads(source, to, inside, at, cos, sin, norm, epsilon, HALF: tl.cons
         at: indices of the channels within a half.
         norm: weights of the RMSNorm; None for none.
     """
-    dtype = to.dtype.element_ty
+    dtype = source.dtype.element_ty
     channel = at < HALF
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -169,8 +183,17 @@ def _rotate_heads(source, to, inside, at, cos, sin, norm, epsilon, HALF: tl.cons
     high_sin = tl.load(sin + HALF + at, mask=channel, other=0.0).to(tl.float32)
     first = _rounded(low * low_cos, dtype) - _rounded(high * low_sin, dtype)
     second = _rounded(high * high_cos, dtype) + _rounded(low * high_sin, dtype)
-    tl.store(to, first.to(dtype), mask=inside)
-    tl.store(to + HALF, second.to(dtype), mask=inside)
+    _store(to, first.to(dtype), inside)
+    _store(to + HALF, second.to(dtype), inside)
+
+
+@triton.jit
+def _store(to, x, inside):  # type: ignore[no-untyped-def]
+    """Write x to its addresses. The codes of FP8 are uint8."""
+    if to.dtype.element_ty == tl.uint8:
+        tl.store(to, to_codes(x.to(tl.float32)), mask=inside)
+    else:
+        tl.store(to, x, mask=inside)
 
 
 @triton.jit

@@ -82,8 +82,9 @@ for dtype in ("bf16", "fp32"):
 
 
 # The kernel as `paged_attention` launches it for Llama-3-8B, with arguments specialised as at a launch: by alignment,
-# and by numbers equal to 1. Arguments of the program: (start, tokens) of a microbatch's sequences, capabilities,
-# channels of a head, and a tile: the arguments of Blocks after few_rows. None takes the kernel's own tile.
+# and by numbers equal to 1. Arguments of the program: (start, tokens) of a microbatch's sequences, capabilities, the
+# type of keys and values, channels of a head, and a tile: the arguments of Blocks after few_rows. None takes the
+# kernel's own tile.
 _ATTEND = """
 import json, subprocess, sys, tempfile
 from pathlib import Path
@@ -102,21 +103,22 @@ class Recorder:
     def __call__(self, *args, **options):
         self.args, self.options = args, options
 
-extents, capabilities, head_dim, tile = map(json.loads, sys.argv[1:])
+extents, capabilities, stored, head_dim, tile = map(json.loads, sys.argv[1:])
 blocks = Blocks.of(4, head_dim, 2)
 if tile is not None:
     blocks = Blocks(blocks.group, blocks.few_rows, *tile)
 
-def launched(extents, pages):
+def launched(extents, table, capability):
+    module._converts_float8 = lambda device: capability >= 89
     parts, row = [], 0
     for start, tokens in extents:
         parts.append(Extent(row, tokens, start, 0))
         row += tokens
     work = cut_work(parts, blocks, None, 8, 132, cpu)
     qkv = torch.empty(row, 48, head_dim, dtype=torch.bfloat16)
-    pool = torch.empty(1, 8, 16, head_dim, dtype=torch.bfloat16)
+    pool = torch.empty(1, 8, 16, head_dim, dtype=getattr(torch, stored))
     kernels, module._attend, module._merge = (module._attend, module._merge), Recorder(), Recorder()
-    module.paged_attention(qkv[:, :32], pool, pool, pages, work, scaling=0.1, softcap=None, sinks=None)
+    module.paged_attention(qkv[:, :32], pool, pool, table, work, scaling=0.1, softcap=None, sinks=None)
     found, module._attend, module._merge = module._attend, *kernels
     return found
 
@@ -128,6 +130,7 @@ def specialised(kernel, found):
         value = args[name] if name in args else found.options[name]
         if isinstance(value, torch.Tensor):
             kinds = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
+            kinds |= {torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
             types[name], number = kinds[value.dtype], value.data_ptr()
         elif isinstance(value, float):
             types[name], number = "fp32", 1
@@ -151,9 +154,10 @@ def code(kernel, capability, found):
 
 table = torch.zeros(3, dtype=torch.int64)
 assert table.data_ptr() % 16 == 0
-found = launched(extents, table)
-assert specialised(module._attend, found) == specialised(module._attend, launched(extents, table[1:]))
-print(json.dumps({capability: code(module._attend, capability, found) for capability in capabilities}))
+found = {capability: launched(extents, table, capability) for capability in capabilities}
+other = launched(extents, table[1:], capabilities[0])
+assert specialised(module._attend, found[capabilities[0]]) == specialised(module._attend, other)
+print(json.dumps({capability: code(module._attend, capability, one) for capability, one in found.items()}))
 """
 
 
@@ -180,11 +184,12 @@ def _compile(
     folder: Path,
     extents: list[tuple[int, int]],
     capabilities: list[int],
+    stored: str = "bfloat16",
     head_dim: int = 128,
     tile: tuple[int, int, int | None, bool] | None = None,
 ) -> dict[int, Code]:
     """Return the kernel's machine code for a microbatch, by capability. See _ATTEND."""
-    made = run_compiler(folder, _ATTEND, *map(json.dumps, (extents, capabilities, head_dim, tile)))
+    made = run_compiler(folder, _ATTEND, *map(json.dumps, (extents, capabilities, stored, head_dim, tile)))
     return {int(number): Code.of(code["text"], code["shared"]) for number, code in json.loads(made).items()}
 
 
@@ -235,7 +240,7 @@ def test_tiles_that_a_gpu_compares_run_on_warp_groups_without_spills_in_loops(he
     for index, blocks in enumerate(candidates(4, head_dim, 2).values()):
         (folder := tmp_path / str(index)).mkdir()
         tile = blocks.many_rows, blocks.keys, blocks.registers, blocks.ahead
-        (code,) = _compile(folder, [(0, 512)], [90], head_dim, tile).values()
+        (code,) = _compile(folder, [(0, 512)], [90], head_dim=head_dim, tile=tile).values()
         loop = code.loops[-1]
         assert not _named(loop, "STL", "LDL", "HMMA"), blocks
         assert sum("gsb0" in product for product in _named(loop, "HGMMA")) == 2, blocks
@@ -264,6 +269,22 @@ def test_loops_are_short(attend: dict[tuple[str, int], Code]) -> None:
     lengths = {kind: len(code.loops[-1]) for kind, code in attend.items()}
     assert all(lengths[kind] <= length for kind, length in most.items()), lengths
     assert all(len(_named(loop, "BRA")) >= 2 for code in attend.values() for loop in code.loops)
+
+
+@pytest.mark.parametrize(
+    ("extents", "most"), [([(1024, 1)] * 64, {80: 1400, 90: 900}), ([(4096, 512)], {90: 600})], ids=["decodes", "chunk"]
+)
+def test_keys_and_values_in_float8_are_converted_in_registers(
+    extents: list[tuple[int, int]], most: dict[int, int], tmp_path: Path
+) -> None:
+    """They are under way as codes, 8 or 16 bytes per thread. Hopper has an instruction that converts two of them."""
+    found = _compile(tmp_path, extents, [*most], "float8_e4m3fn")
+    for capability, code in found.items():
+        loop = code.loops[-1]
+        assert not _named(loop, "STL", "LDL") and len(loop) <= most[capability], (capability, len(loop))
+        copies = _named(loop, "LDGSTS")
+        assert copies and all(".128" in copy or ".64" in copy for copy in copies), copies
+        assert (len(_named(loop, "FMUL")) < 100) == (capability == 90)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,22 @@ def _nearest_bf16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), nan, near), I16)
 
 
+def _float8_value(builder: Any, code: Any) -> Any:
+    """Return the float32 value of a code of float8_e4m3fn. No operand is subnormal: that is slow on some processors."""
+
+    def number(value: int) -> Any:
+        return ir.Constant(I32, value)
+
+    wide = builder.zext(code, I32)
+    size = builder.and_(wide, number(0x7F))
+    # Exponents of codes are biased by 7, those of float32 by 127. Codes without an exponent count multiples of 2^-9.
+    normal = builder.add(builder.shl(size, number(20)), number(120 << 23))
+    small = builder.fmul(builder.uitofp(size, F32), ir.Constant(F32, 2.0**-9))
+    bits = builder.select(builder.icmp_unsigned("<", size, number(8)), builder.bitcast(small, I32), normal)
+    bits = builder.select(builder.icmp_unsigned("==", size, number(0x7F)), number(0x7FC00000), bits)
+    return builder.bitcast(builder.or_(bits, builder.shl(builder.and_(wide, number(0x80)), number(24))), F32)
+
+
 # Loads take (address, index) and return a value. Stores take (address, index, value). index counts elements.
 load_word, store_word = _loader(I32, types.uint32), _storer(I32, types.uint32)
 load_half = _loader(I16, types.uint16)
@@ -74,6 +90,8 @@ load_bf16 = _loader(
 )
 store_bf16 = _storer(I16, types.float32, _nearest_bf16)
 load_fp16 = _loader(ir.HalfType(), types.float32, lambda b, half: b.fpext(half, F32))
+# float8_e4m3fn in memory.
+load_float8 = _loader(I8, types.float32, _float8_value)
 store_fp16 = _storer(ir.HalfType(), types.float32, lambda b, value: b.fptrunc(value, ir.HalfType()))
 
 

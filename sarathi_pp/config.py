@@ -19,6 +19,7 @@ from sarathi_pp.sampling_params import SAMPLING_ALIASES, SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("dtype", "stored")
+KV_CACHE_DTYPES = ("auto", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
@@ -99,6 +100,8 @@ class RunConfig:
         max_model_len: most tokens of prompt and output together. None: the model's own limit.
         page_size: tokens per page of the KV cache. None: 16, or 256 for the attentions flash and varlen.
         kv_cache_memory_bytes: KV cache of each rank, in bytes or as text such as "4GiB". None: from free memory.
+        kv_cache_dtype: float type of keys and values in the KV cache. "auto": dtype. "fp8": float8_e4m3fn without
+            scales, one byte each. Rounding them changes answers.
         gpu_memory_utilization: share of a GPU's memory that a rank may use, in (0, 1].
         layer_split: layers per stage. None: equal time by the profile, else even. "even": equal layers.
         inflight: most microbatches at once in a replica. None: the number of stages, or one more.
@@ -149,6 +152,7 @@ class RunConfig:
     max_model_len: int | None = None
     page_size: int | None = None
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     layer_split: tuple[int, ...] | Literal["even"] | None = None
     inflight: int | None = None
@@ -202,6 +206,7 @@ class RunConfig:
         chosen = {
             "dtype": DTYPES,
             "weights": WEIGHTS,
+            "kv_cache_dtype": KV_CACHE_DTYPES,
             "device": DEVICES,
             "head": HEADS,
             "transport": TRANSPORTS,
@@ -285,6 +290,7 @@ class ResolvedRun:
     Args:
         layers: [first, end) of each stage: global layer indices, contiguous.
         num_pages: KV pages of every stage's shard.
+        kv_cache_dtype: float type of keys and values in the KV cache: that of dtype, or "fp8".
         max_microbatch_tokens: tokens of the largest microbatch that the policy can emit. It sizes the wire's buffers.
         request_rate: arrivals per second. None: all requests are there at the start.
         moves_head: the first stage has the LM head too, and computes it for some of the microbatches.
@@ -303,6 +309,7 @@ class ResolvedRun:
     num_pages: int
     inflight: int
     dtype: str
+    kv_cache_dtype: str
     device: str
     attention: str
     seed: int

@@ -21,6 +21,7 @@ from sarathi_pp.config import (
     DEVICES,
     DTYPES,
     HEADS,
+    KV_CACHE_DTYPES,
     ORDERS,
     PREFIX_CACHES,
     TRANSPORTS,
@@ -50,7 +51,6 @@ _OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "trust_remote_code": ((False,), "code of a model's author is never run. Use a model of a supported architecture"),
     "quantization": ((), _WEIGHTS),
     "load_format": (("auto", "safetensors"), "weights are read from safetensors files. Convert them"),
-    "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the model. Choose it with dtype"),
     "cpu_offload_gb": ((0,), "weights stay on the device. Use more stages"),
     "swap_space": ((0,), "requests that do not fit into memory are computed again, not swapped"),
     "enable_prefix_caching": ((True,), "write prefix_cache, such as prefix_cache='all'"),
@@ -74,6 +74,7 @@ _OF_SAMPLING = {*(name for one in fields(SamplingParams) for name in names_of(on
 _CHOICES = {
     "dtype": DTYPES,
     "weights": WEIGHTS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "device": DEVICES,
     "head": HEADS,
     "transport": TRANSPORTS,

@@ -16,6 +16,7 @@ from sarathi_pp.config import (
     DEVICES,
     DTYPES,
     HEADS,
+    KV_CACHE_DTYPES,
     ORDERS,
     PREFIX_CACHES,
     TRANSPORTS,
@@ -142,6 +143,12 @@ MEMORY = OptionGroup(
         type=Bytes(),
         show_default="from free memory",
         help="KV cache of each rank, such as 4GiB.",
+    ),
+    Option(
+        "--kv-cache-dtype",
+        type=click.Choice(KV_CACHE_DTYPES),
+        default="auto",
+        help="auto: that of --dtype. fp8: one byte per value. Changes answers.",
     ),
     Option("--gpu-memory-utilization", type=float, default=0.9, help="Share of a GPU's memory to use, at most 1."),
     Option(

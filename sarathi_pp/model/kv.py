@@ -13,11 +13,15 @@ A layer with a state (layer_cache.py) has one tensor per kind of state, and a se
 
     (num_slots, rows, channels)            latest inputs of a convolution
     (num_slots, blocks, rows, columns)     recurrent state, float32
+
+Keys and values may be stored in FP8, one byte each. They are rounded before attention reads them, those of a
+microbatch's own rows too. So a row sees the same keys and values however its prompt was cut into chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +29,54 @@ from torch import Tensor
 from sarathi_pp.checkpoint.facts.layer_cache import LayerCache, PagedCache, StateCache, token_values
 from sarathi_pp.model.inputs import StageInputs
 
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST_FLOAT8 = 448.0
+
+
+def page_dtype(kv_cache_dtype: str, compute: torch.dtype) -> torch.dtype:
+    """Return the float type of keys and values in pages.
+
+    Args:
+        kv_cache_dtype: that of a RunConfig or of a ResolvedRun.
+        compute: float type of the computation.
+    """
+    return _FLOAT8 if kv_cache_dtype == "fp8" else compute
+
 
 def page_bytes(caches: Sequence[LayerCache], page_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes that one page of `page_size` tokens takes in these layers."""
+    """Return the bytes that one page of `page_size` tokens takes in these layers.
+
+    Args:
+        dtype: float type of keys and values.
+    """
     return page_size * token_values(caches) * dtype.itemsize
+
+
+def to_float8(x: Tensor) -> Tensor:
+    """Round to float8_e4m3fn: to the nearest value, and to the even one of two. Values beyond 448 become 448."""
+    bounded = x.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)  # of values beyond, some versions of torch make NaN
+    return bounded.to(_FLOAT8)
+
+
+def as_indexable(pages: Tensor) -> Tensor:
+    """Return pages that torch can index: those in FP8 as bytes. Not every torch and device can index FP8."""
+    return pages.view(torch.uint8) if pages.dtype == _FLOAT8 else pages
+
+
+class RowTarget(NamedTuple):
+    """Memory for the keys and values of a microbatch's T rows, in the float type of the computation.
+
+    Attributes:
+        keys: (num_pages, num_kv_heads, page_size, head_dim).
+        values: like keys.
+        pages: (T,) int64, index of the page to which each row's key and value are written.
+        offsets: (T,) int64, index of the row's token within that page.
+    """
+
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+    offsets: Tensor
 
 
 class KVShard:
@@ -45,12 +93,15 @@ class KVShard:
         head_dim: channels of a key.
         value_dim: channels of a value.
         latent: values are a part of the keys. See PagedCache.
+        dtype: float type of the computation.
+        float8: keys and values are stored in FP8.
 
     Args:
         layers: (first, end).
         num_pages: number of pages, with ids from 0.
         page_size: tokens per page.
         caches: caches of all layers of the model, those of other stages included.
+        pages: float type of keys and values, dtype or float8_e4m3fn; None for dtype.
         num_slots: number of state slots, with ids from 0.
         spare: add one page with the id num_pages. The padding rows of a CUDA graph write their keys and values there.
     """
@@ -64,6 +115,7 @@ class KVShard:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        pages: torch.dtype | None = None,
         num_slots: int = 0,
         spare: bool = False,
     ) -> None:
@@ -71,10 +123,11 @@ class KVShard:
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.page_size = page_size
-        paged = next((cache for cache in caches if isinstance(cache, PagedCache)), PagedCache(0, 0, 0))
-        self.num_kv_heads, self.head_dim, self.value_dim = paged.num_heads, paged.key_dim, paged.value_dim
-        self.latent = paged.latent
+        self._paged = next((cache for cache in caches if isinstance(cache, PagedCache)), PagedCache(0, 0, 0))
+        self.num_kv_heads, self.head_dim = self._paged.num_heads, self._paged.key_dim
+        self.value_dim, self.latent = self._paged.value_dim, self._paged.latent
         self.dtype = dtype
+        self.float8 = pages == _FLOAT8
         self.device = device
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -85,16 +138,16 @@ class KVShard:
             if isinstance(cache, StateCache):
                 self._conv[layer] = torch.empty((num_slots, *cache.conv), dtype=dtype, device=device)
                 if cache.recurrent:
-                    shape = (num_slots, *cache.recurrent)
-                    self._recurrent[layer] = torch.empty(shape, dtype=torch.float32, device=device)
+                    blocks = (num_slots, *cache.recurrent)
+                    self._recurrent[layer] = torch.empty(blocks, dtype=torch.float32, device=device)
                 continue
-            pages = (num_pages + spare, cache.num_heads, page_size)
-            keys = torch.empty((*pages, cache.key_dim), dtype=dtype, device=device)
+            shape, stored = (num_pages + spare, cache.num_heads, page_size), pages or dtype
+            keys = torch.empty((*shape, cache.key_dim), dtype=stored, device=device)
             self._keys[layer] = keys
             self._values[layer] = (
                 keys[..., : cache.value_dim]
                 if cache.latent
-                else torch.empty((*pages, cache.value_dim), dtype=dtype, device=device)
+                else torch.empty((*shape, cache.value_dim), dtype=stored, device=device)
             )
 
     def keys(self, layer: int) -> Tensor:
@@ -118,12 +171,43 @@ class KVShard:
 
     def write(self, layer: int, key: Tensor, value: Tensor, inputs: StageInputs) -> None:
         """Write keys and values, each (T, num_kv_heads, channels), to the pages and offsets that `inputs` names."""
-        self.keys(layer)[inputs.write_pages, :, inputs.write_offsets] = key
-        self.values(layer)[inputs.write_pages, :, inputs.write_offsets] = value
+        self._put(self.keys(layer), key, inputs)
+        self._put(self.values(layer), value, inputs)
 
     def write_latent(self, layer: int, latent: Tensor, inputs: StageInputs) -> None:
         """Write the rows' latents, (T, 1, key_dim), to the pages and offsets that `inputs` names."""
-        self.keys(layer)[inputs.write_pages, :, inputs.write_offsets] = latent
+        self._put(self.keys(layer), latent, inputs)
+
+    def row_target(self, layer: int, inputs: StageInputs) -> RowTarget:
+        """Return the memory to which a kernel writes the rows' keys and values. Call `store_rows` afterwards.
+
+        It is the pages themselves, or in FP8 a new page with a place for each row.
+        """
+        keys, values = self.keys(layer), self.values(layer)
+        if not self.float8:
+            return RowTarget(keys, values, inputs.write_pages, inputs.write_offsets)
+        count = inputs.num_tokens
+        heads = torch.empty((2, 1, self.num_kv_heads, count, self.head_dim), dtype=self.dtype, device=self.device)
+        return RowTarget(
+            heads[0],
+            heads[1],
+            torch.zeros_like(inputs.write_pages),
+            torch.arange(count, dtype=torch.int64, device=self.device),
+        )
+
+    def store_rows(self, layer: int, target: RowTarget, inputs: StageInputs) -> None:
+        """Write what a kernel wrote to a `row_target` to the pages, unless it is there already."""
+        if self.float8:
+            self.write(layer, target.keys[0].transpose(0, 1), target.values[0].transpose(0, 1), inputs)
+
+    def room_for_copies(self, layer: int, num_pages: int) -> KVShard:
+        """Return a shard of one layer for copies of some pages, in the float type of the computation. Copy nothing."""
+        caches = [self._paged] * (layer + 1)
+        return KVShard((layer, layer + 1), num_pages, self.page_size, caches, self.dtype, self.device)
+
+    def _put(self, pages: Tensor, rows: Tensor, inputs: StageInputs) -> None:
+        written = as_indexable(to_float8(rows)) if self.float8 else rows
+        as_indexable(pages)[inputs.write_pages, :, inputs.write_offsets] = written
 
     def _of(self, tensors: dict[int, Tensor], layer: int) -> Tensor:
         first, end = self.layers

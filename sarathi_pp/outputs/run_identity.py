@@ -48,6 +48,7 @@ def identity_of(
         "model": facts.fingerprint,
         "tokenizer": tokenizer_digest(model_dir) if model_dir is not None else _ABSENT,
         "dtype": dtypes.compute,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": str(facts.max_model_len(config.max_model_len)),
         "input": digest,
         "input_bytes": num_bytes,

@@ -53,7 +53,7 @@ from sarathi_pp.report.remedies import (
     run_whole,
     smaller_chunks,
 )
-from sarathi_pp.report.vocabulary import CAUSES, cause_name, prefix_cache_mode
+from sarathi_pp.report.vocabulary import CAUSES, cause_name, kv_cache_dtype, prefix_cache_mode
 from sarathi_pp.sim.rerun import Change
 
 _APART = "Each was tried alone: their gains do not add up."
@@ -154,7 +154,8 @@ class ComparedRun(NamedTuple):
 
     @property
     def setting(self) -> list[str]:
-        return [*(str(self.report.get(name)) for name in _SETTING), prefix_cache_mode(self.report)]
+        named = (str(self.report.get(name)) for name in _SETTING)
+        return [*named, prefix_cache_mode(self.report), str(kv_cache_dtype(self.report))]
 
 
 def advise_comparison(runs: Iterable[ComparedRun]) -> list[Advice]:

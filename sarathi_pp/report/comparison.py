@@ -23,7 +23,7 @@ from rich.text import Text
 from sarathi_pp.analysis.summary import Report
 from sarathi_pp.errors import InputError
 from sarathi_pp.report import formats
-from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, cause_name, name_of, prefix_cache_mode
+from sarathi_pp.report.vocabulary import CAUSES, LATENCIES, cause_name, kv_cache_dtype, name_of, prefix_cache_mode
 
 SCHEMA = "sarathi-pp/comparison/1"
 
@@ -113,6 +113,7 @@ _SAME = 0.01
 _WORK = ("model", "dtype", "device", "requests", "failed", "prompt_tokens", "output_tokens")
 _SETUP = (
     *("policy", "chunk_size", "stages", "layer_split", "inflight", "max_num_seqs", "max_model_len", "attention"),
+    "kv_cache_dtype",
     "prefix_cache",
 )
 
@@ -263,6 +264,8 @@ def _differences(runs: Sequence[Report]) -> list[_Difference]:
 
 
 def _setting(run: Report, key: str) -> Any:
+    if key == "kv_cache_dtype":
+        return kv_cache_dtype(run)
     return prefix_cache_mode(run) if key == "prefix_cache" else run.get(key)
 
 

@@ -23,7 +23,7 @@ _ATTEMPT = re.compile(r"attempt-\d{4,}")
 _REPLICA = re.compile(r"replica-(\d{4,})")
 _TRACE = re.compile(r"trace-(\d+)-of-(\d+)\.jsonl")
 # Keys of run.json that become keys of the report, because no trace holds them.
-_NAMES = ("model", "dtype", "attention", "sarathi_pp", "torch")
+_NAMES = ("model", "dtype", "kv_cache_dtype", "attention", "sarathi_pp", "torch")
 _NUMBERS = (
     "max_num_seqs",
     "max_model_len",

@@ -62,6 +62,12 @@ def prefix_cache_mode(report: Mapping[str, Any]) -> str:
     return str(cache["mode"]) if cache else "off"
 
 
+def kv_cache_dtype(report: Mapping[str, Any]) -> str | None:
+    """Return the float type of keys and values. In earlier versions it was always that of the computation."""
+    stored: str | None = report.get("kv_cache_dtype") or report.get("dtype")
+    return stored
+
+
 def setup_of(report: Mapping[str, Any]) -> str:
     """Return the model, dtype and device of a report. A report made only from traces has only the device."""
     device = "emulated stages" if report["device"] == "emulated" else report["device"]

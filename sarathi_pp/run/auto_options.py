@@ -63,6 +63,11 @@ def profile_mismatch(config: RunConfig, dtype: str) -> Iterator[str]:
     profile = read_profile(config.profile)
     if profile.dtype != dtype:
         yield f"--profile {config.profile} was measured in {profile.dtype}, and this run is in {dtype}"
+    if profile.kv_cache_dtype != config.kv_cache_dtype:
+        yield (
+            f"--profile {config.profile} was measured with --kv-cache-dtype {profile.kv_cache_dtype}, and this run has "
+            f"{config.kv_cache_dtype}"
+        )
     if config.device not in ("auto", profile.device):
         yield f"--profile {config.profile} was measured on {profile.device}, and this run is on {config.device}"
     if profile.tensor_parallel_size != config.tensor_parallel_size:
@@ -80,6 +85,7 @@ def estimated_cost(
     dtypes: Dtypes,
     device: str,
     page_size: int,
+    kv_cache_dtype: str = "auto",
     speed: DeviceSpeed | Sequence[DeviceSpeed] | None = None,
     shards: int = 1,
 ) -> CostModel:
@@ -90,6 +96,7 @@ def estimated_cost(
         layers: one range of layers per stage, [first, end).
         dtypes: the float types of the run.
         page_size: tokens per KV page.
+        kv_cache_dtype: that of a RunConfig or of a ResolvedRun.
         speed: speed of every stage's device, or one per stage; None to use typical speeds of this kind of device.
         shards: number of ranks that hold each stage together (tensor parallelism).
     """
@@ -100,6 +107,7 @@ def estimated_cost(
         vocab_size=facts.vocab_size,
         weight_bytes=_weight_bytes(dtypes),
         compute_bytes=_item_bytes(dtypes.compute),
+        kv_bytes=1 if kv_cache_dtype == "fp8" else None,
         speed=speed or DEVICE_SPEEDS[device],
         page_size=page_size,
         shards=shards,

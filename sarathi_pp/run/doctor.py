@@ -225,6 +225,8 @@ def _kv_pages(facts: ModelFacts, device: torch.device) -> Finding:
     paged = [values for values in layers if values]
     each = "" if len(set(paged)) > 1 else f", {paged[0]:,} in each of {len(paged)} layers" if paged else ""
     detail = f"a token takes {sum(layers):,} values{each}: {sum(layers) * dtype.itemsize / 1024:,.4g} KiB"
+    if paged:
+        detail += f", or {sum(layers) / 1024:,.4g} KiB with --kv-cache-dtype fp8, which changes answers"
     return Finding("model", "KV pages", "used", detail)
 
 

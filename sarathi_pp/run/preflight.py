@@ -249,8 +249,11 @@ def _check_resumable(options: BatchOptions, run_dir: RunDirectory, identity: Ide
             f"--resume: {run_dir.path}/run.json does not record what input and options {options.output_path} belongs "
             f"to; {remedy}"
         )
+    before = {"kv_cache_dtype": "auto", **before}  # earlier versions had no other one, and did not record it
     changed = differences(before, grown_input(before, identity, options.input_path))
     if changed:
+        if before["kv_cache_dtype"] != identity["kv_cache_dtype"]:
+            remedy = f"give --kv-cache-dtype {before['kv_cache_dtype']}, {remedy}"
         if before.get("dtype") not in (None, identity["dtype"]):
             remedy = f"give --dtype {before['dtype']}, {remedy}"
         raise ConfigError(

@@ -207,6 +207,7 @@ class Rank:
             dtypes=checked.dtypes,
             device=self.device.type,
             page_size=run.page_size,
+            kv_cache_dtype=run.kv_cache_dtype,
             shards=run.tensor_parallel_size,
         )
 
@@ -314,6 +315,7 @@ class Rank:
         return {
             "model": run.model,
             "dtype": run.dtype,
+            "kv_cache_dtype": run.kv_cache_dtype,
             "attention": run.attention,
             "max_num_seqs": run.max_num_seqs,
             "max_model_len": run.max_model_len,

@@ -21,7 +21,7 @@ from sarathi_pp.config import PrefixCacheMode, ResolvedRun, RunConfig
 from sarathi_pp.core.pages import most_idle_pages
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import CapacityError
-from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.kv import KVShard, page_bytes, page_dtype
 from sarathi_pp.model.memory import in_gib, is_out_of_memory
 from sarathi_pp.process.host import MemoryPool, host_id, memory_pools
 
@@ -123,7 +123,15 @@ def make_shard(
         if needed <= room or device.type != "cpu":
             slots = _num_slots(facts, run.max_num_seqs)
             return KVShard(
-                layers, run.num_pages, run.page_size, facts.caches, dtype, device, num_slots=slots, spare=spare
+                layers,
+                run.num_pages,
+                run.page_size,
+                facts.caches,
+                dtype,
+                device,
+                pages=page_dtype(run.kv_cache_dtype, dtype),
+                num_slots=slots,
+                spare=spare,
             )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -137,19 +145,27 @@ def make_shard(
 
 
 def count_pages(
-    budget_bytes: int, facts: ModelFacts, layers: tuple[int, int], limits: Limits, dtype: torch.dtype
+    budget_bytes: int,
+    facts: ModelFacts,
+    layers: tuple[int, int],
+    limits: Limits,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Return the number of KV pages of the layers [first, end) that fit the budget, next to their states.
 
     Args:
         limits: those of the run before pages are counted (`resolve_limits`). If no layer has pages, the result is
             their number of pages, the most that a run can use.
+        dtype: float type of the computation.
+        kv_cache_dtype: see RunConfig.
 
     Raises:
         CapacityError: the states do not fit, or not even one page fits.
     """
     caches, page_size = facts.caches[slice(*layers)], limits.page_size
-    one, states = page_bytes(caches, page_size, dtype), limits.num_slots * state_bytes(caches, dtype.itemsize)
+    one = page_bytes(caches, page_size, page_dtype(kv_cache_dtype, dtype))
+    states = limits.num_slots * state_bytes(caches, dtype.itemsize)
     if states and budget_bytes < one + states:
         page = f" and {one} for one KV page of {page_size} tokens" if one else ""
         raise CapacityError(
@@ -170,7 +186,8 @@ def count_pages(
 def shard_bytes(run: ResolvedRun, facts: ModelFacts, layers: tuple[int, int], dtype: torch.dtype) -> int:
     """Return the bytes of the KV shard of a stage with the layers [first, end): all its pages and states."""
     states = stage_state_bytes(facts, layers, run.max_num_seqs, dtype)
-    return run.num_pages * page_bytes(facts.caches[slice(*layers)], run.page_size, dtype) + states
+    stored = page_dtype(run.kv_cache_dtype, dtype)
+    return run.num_pages * page_bytes(facts.caches[slice(*layers)], run.page_size, stored) + states
 
 
 def stage_state_bytes(facts: ModelFacts, layers: tuple[int, int], num_seqs: int, dtype: torch.dtype) -> int:
@@ -189,7 +206,7 @@ def state_pages(run: ResolvedRun, facts: ModelFacts, dtype: torch.dtype) -> floa
     None if a stage has states and no KV pages, since pages say nothing about the memory that is left there.
     """
     stages = [facts.caches[slice(*layers)] for layers in run.layers]
-    pages = [page_bytes(caches, run.page_size, dtype) for caches in stages]
+    pages = [page_bytes(caches, run.page_size, page_dtype(run.kv_cache_dtype, dtype)) for caches in stages]
     states = [state_bytes(caches, dtype.itemsize) for caches in stages]
     of_pages = [(each, size) for each, size in zip(states, pages, strict=True) if each or size]
     if not all(size for _, size in of_pages):
@@ -243,6 +260,7 @@ def resolve(
         num_pages=limits.num_pages,
         inflight=limits.inflight,
         dtype=dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         device=device,
         attention=attention,
         seed=config.seed,

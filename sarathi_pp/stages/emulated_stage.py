@@ -208,6 +208,7 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
     asked = {
         "--attention": config.attention != "auto",
         "--kv-cache-memory": config.kv_cache_memory_bytes is not None,
+        "--kv-cache-dtype": config.kv_cache_dtype != "auto",
         "--device": config.device == "cuda",
         "--weights": config.weights != "dtype",
         "--enforce-eager": config.enforce_eager,

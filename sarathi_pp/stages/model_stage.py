@@ -34,7 +34,7 @@ from sarathi_pp.model.fuse.compiled_layers import choose_team
 from sarathi_pp.model.fuse.packed_linear import product_name, warm_linears
 from sarathi_pp.model.graphs import CaptureError, CudaGraph, StageGraphs, graph_shapes
 from sarathi_pp.model.inputs import Span, build_inputs, on_device
-from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.kv import KVShard, page_dtype
 from sarathi_pp.model.loader import load_lm_head, load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back, in_gib, is_out_of_memory
 from sarathi_pp.model.stage_model import LMHead, StageModel
@@ -99,7 +99,8 @@ class ModelStages:
     ) -> None:
         if coded and (why := why_no_kernels(device)) is not None:
             raise ConfigError(f"--weights stored: Triton expands the weights, and triton {why}; leave out --weights")
-        needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks, facts.latent)
+        float8_pages = config.kv_cache_dtype == "fp8"
+        needs = Needs(dtype, facts.head_dim, facts.softcap, facts.sinks, facts.latent, float8_pages)
         backend = choose_backend(config.attention, device, config.page_size, needs)
         self.page_size = config.page_size or backend.default_page_size
         self.attention = backend.name
@@ -173,7 +174,7 @@ class ModelStages:
             raise self._no_working_memory(
                 layers, f"it takes {in_gib(self._working)}, which leaves no room for KV pages"
             )
-        return count_pages(budget, self._facts, layers, self._limits(), self._dtype)
+        return count_pages(budget, self._facts, layers, self._limits(), self._dtype, self._config.kv_cache_dtype)
 
     def shard_bytes(self, run: ResolvedRun, layers: tuple[int, int]) -> int:
         """Return the bytes of the stage's KV shard on a CPU, where memory is taken only when a page is written.
@@ -263,7 +264,10 @@ class ModelStages:
         largest = LargestMicrobatch.of(parse_policy(self._config.policy), limits)
         assert self._loaded is not None, "load comes first"
         try:
-            kv = KVShard(layers, 1, self.page_size, facts.caches, self._dtype, device, num_slots=1, spare=True)
+            pages = page_dtype(self._config.kv_cache_dtype, self._dtype)
+            kv = KVShard(
+                layers, 1, self.page_size, facts.caches, self._dtype, device, pages=pages, num_slots=1, spare=True
+            )
             computing = measure_working_bytes(
                 self._loaded, kv, largest, facts.hidden_size, facts.num_heads, graphed=self.captures
             )

@@ -105,6 +105,7 @@ def estimated_basis(model: PlannedModel, config: RunConfig, devices: Sequence[De
             dtypes=memory.dtypes,
             device=device.type,
             page_size=memory.page_size,
+            kv_cache_dtype=config.kv_cache_dtype,
             speed=_slowest_speeds(devices, len(layers), shards) if devices else None,
             shards=shards,
         )
@@ -121,6 +122,7 @@ def estimated_basis(model: PlannedModel, config: RunConfig, devices: Sequence[De
         jitter_cv=0.0,
         pages=1,
         max_num_seqs=1,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     return Basis("estimate", profile, device.type, cost_of, Rooms(config, memories), devices)
 

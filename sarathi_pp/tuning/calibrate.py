@@ -28,7 +28,7 @@ from sarathi_pp.errors import RowError, SarathiError
 from sarathi_pp.inputs.generation_config import GenerationDefaults
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.inputs.source import MemorySource
-from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.kv import page_bytes, page_dtype
 from sarathi_pp.outputs.profile_file import write_profile
 from sarathi_pp.outputs.run_directory import RunDirectory
 from sarathi_pp.run.auto_options import estimated_cost
@@ -160,6 +160,7 @@ def _layer_costs(checked: Preflight, run: ResolvedRun) -> tuple[LayerCost, ...]:
         dtypes=checked.dtypes,
         device=run.device,
         page_size=run.page_size,
+        kv_cache_dtype=run.kv_cache_dtype,
         shards=run.tensor_parallel_size,
     ).layer_costs
 
@@ -174,7 +175,7 @@ def _profile(
     held = facts.sharded(run.tensor_parallel_size)
 
     def sized(layers: tuple[int, int]) -> int:
-        return page_bytes(held.caches[slice(*layers)], run.page_size, dtype)
+        return page_bytes(held.caches[slice(*layers)], run.page_size, page_dtype(run.kv_cache_dtype, dtype))
 
     model = measurement.fit.model
     stages = tuple(replace(stage, page_bytes=sized(stage.layers)) for stage in model.stages)
@@ -194,6 +195,7 @@ def _profile(
         max_num_seqs=run.max_num_seqs,
         error=measurement.fit.error,
         page_size=run.page_size,
+        kv_cache_dtype="fp8" if run.kv_cache_dtype == "fp8" else "auto",
         tensor_parallel_size=run.tensor_parallel_size,
         host_s=measurement.host_s,
     )

@@ -26,7 +26,7 @@ from sarathi_pp.config import RunConfig
 from sarathi_pp.core.policy import Limits, parse_policy
 from sarathi_pp.errors import MissingError
 from sarathi_pp.model.dtypes import Dtypes, choose_dtypes, stored_code_bits
-from sarathi_pp.model.kv import page_bytes
+from sarathi_pp.model.kv import page_bytes, page_dtype
 from sarathi_pp.model.tensor_parallel import TensorShard
 from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.capacity import resolve_limits, stage_state_bytes
@@ -193,7 +193,7 @@ class ModelMemory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The float type of the computation and of KV pages."""
+        """The float type of the computation."""
         return self.weights.held.compute
 
     @property
@@ -227,7 +227,8 @@ class ModelMemory:
         return replace(self, weights=weights, config=config)
 
     def page_bytes(self, layers: Span) -> int:
-        return page_bytes(self.rank_facts.caches[slice(*layers)], self.page_size, self.dtype)
+        stored = page_dtype(self.config.kv_cache_dtype, self.dtype)
+        return page_bytes(self.rank_facts.caches[slice(*layers)], self.page_size, stored)
 
     def state_bytes(self, layers: Span) -> int:
         """Return the bytes of the states of all sequences that may run at once; 0 if no layer keeps one."""

@@ -122,6 +122,7 @@ class _Document:
             "hosts": self.num_hosts,
             "device": run.device,
             "dtype": run.dtype,
+            "kv_cache_dtype": run.kv_cache_dtype,
             "source": basis.source,
             "workload": workload.spec,
             "prompt_to_output": workload.prompt_to_output,
@@ -212,7 +213,8 @@ class _Document:
         if run.num_stages > 1:
             options += ["--inflight", str(run.inflight)]
         options += ["--max-num-seqs", str(run.max_num_seqs)]
-        for name in ("max_model_len", "page_size", "gpu_memory_utilization", "dtype", "weights"):
+        named = "max_model_len", "page_size", "kv_cache_dtype", "gpu_memory_utilization", "dtype", "weights"
+        for name in named:
             if (value := getattr(config, name)) != getattr(default, name):
                 options += [f"--{name.replace('_', '-')}", str(value)]
         if config.kv_cache_memory_bytes is not None:

@@ -152,7 +152,9 @@ class Planner:
         budgets = basis.rooms.kv_budgets(weights, working)
         # A stage without room is counted with the pages of one request. The total then shows what it lacks.
         pages = [
-            count_pages(max(pair), memory.rank_facts, stage, memory.limits(chunk_size), memory.dtype)
+            count_pages(
+                max(pair), memory.rank_facts, stage, memory.limits(chunk_size), memory.dtype, config.kv_cache_dtype
+            )
             for stage, *pair in zip(layers, budgets, least_kv, strict=True)
         ]
         run = self._resolve(chunk_size, layers, pages, moves=moves)

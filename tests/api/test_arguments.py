@@ -101,6 +101,7 @@ WRONG: Mapping[str, object] = {
     "inflight": 0,
     "dtype": "int8",
     "weights": "int4",
+    "kv_cache_dtype": "fp8_e5m2",
     "device": "cuda",
     "attention": "triton",
     "request_rate": 1,

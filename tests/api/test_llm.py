@@ -101,6 +101,19 @@ def test_the_run_directory_tells_what_the_run_was_given(tmp_path):
     assert read_run(tmp_path / "run").report == report
 
 
+def test_the_kv_cache_may_be_in_float8(tmp_path):
+    """A page then takes a quarter of the bytes of one in float32. The adder's answers do not need more."""
+    runs = {}
+    for kind in ("auto", "fp8"):
+        with LLM(ADDER, kv_cache_memory="1MiB", kv_cache_dtype=kind, run_dir=tmp_path / kind) as llm:
+            assert [one.outputs[0].text for one in llm.generate(["1+2=", "30+4="])] == ["3", "34"]
+        runs[kind] = json.loads((tmp_path / kind / "run.json").read_text())
+        assert read_run(tmp_path / kind).report["kv_cache_dtype"] == runs[kind]["kv_cache_dtype"]
+    assert [run["kv_cache_dtype"] for run in runs.values()] == ["float32", "fp8"]
+    assert runs["fp8"]["max_pages"] // 4 == runs["auto"]["max_pages"] == (1 << 20) // (16 * 5 * 64 * 4)
+    assert runs["fp8"]["kv_cache_bytes"] == runs["fp8"]["num_pages"] * 16 * 5 * 64
+
+
 def test_a_refused_start_leaves_room_for_the_corrected_one(tmp_path):
     for _ in range(2):
         with pytest.raises(CapacityError):

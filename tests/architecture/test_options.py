@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[list[str], object]] = {
     "max_model_len": (["--max-model-len", "100"], 100),
     "page_size": (["--page-size", "8"], 8),
     "kv_cache_memory_bytes": (["--kv-cache-memory", "4GiB"], 4 << 30),
+    "kv_cache_dtype": (["--kv-cache-dtype", "fp8"], "fp8"),
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "layer_split": (["--layer-split", "3,2"], (3, 2)),
     "inflight": (["--inflight", "5"], 5),

@@ -39,7 +39,7 @@ GENERATE_OPTIONS = {
         "--attention",
         "--max-model-len",
     ),
-    *("--kv-cache-memory", "--gpu-memory-utilization", "--page-size", "--block-size"),
+    *("--kv-cache-memory", "--kv-cache-dtype", "--gpu-memory-utilization", "--page-size", "--block-size"),
     *("--peer-timeout", "--join-timeout"),
     *("--json", "--quiet", "-q", "--emulate", "--metrics-port", "--profile"),
     *(

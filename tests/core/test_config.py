@@ -90,6 +90,7 @@ WRONG = [
     ("dtype", "int8", "one of auto, float32"),
     ("dtype", [], "one of auto, float32"),
     ("weights", "int4", "one of dtype, stored"),
+    ("kv_cache_dtype", "fp8_e5m2", "one of auto, fp8"),
     ("device", Torch("cuda:1"), "one of auto, cpu, cuda"),
     ("head", "first", "one of auto, last"),
     ("transport", None, "one of auto, gloo"),

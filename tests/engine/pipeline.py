@@ -28,7 +28,7 @@ from sarathi_pp.drawing.grammar import GrammarThread
 from sarathi_pp.engine.engine import Engine
 from sarathi_pp.inputs.row import Row
 from sarathi_pp.model.attention import choose_backend
-from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.kv import KVShard, page_dtype
 from sarathi_pp.model.loader import load_lm_head, load_stage
 from sarathi_pp.model.stage_model import LMHead
 from sarathi_pp.model.tensor_parallel import TensorShard
@@ -185,6 +185,7 @@ def run_pipeline(
     two_shards: bool = False,
     ahead: bool = False,
     prefix_cache: PrefixCacheMode = "off",
+    kv_cache_dtype: str = "auto",
 ) -> Outcome:
     """Run a pipeline.
 
@@ -207,7 +208,8 @@ def run_pipeline(
     headers = [QueueChannel(clock, inflight + 1) for _ in chains[1:]]  # from the leader to its other shards
     runners = {}
     for (shard, chain), index in product(enumerate(chains), range(stages)):
-        kv = KVShard(chain[index].layers, num_pages, page_size, facts.caches, dtype, CPU, num_slots=num_slots)
+        layers, pages = chain[index].layers, page_dtype(kv_cache_dtype, dtype)
+        kv = KVShard(layers, num_pages, page_size, facts.caches, dtype, CPU, pages=pages, num_slots=num_slots)
         head = head_of(directory, dtype) if moves_head and index == 0 else None
         grammars = GrammarThread(TokenizerFiles(directory))
         stage = ModelStage(chain[index], kv, facts.hidden_size, dtype, CPU, head, grammars=grammars, ahead=ahead)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import Span, build_inputs
-from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.kv import KVShard, page_dtype
 from tests.gpu.comparison import BF16, DEVICE, F16, F32, NAMES, Pairs, compare, normal
 
 # For each sequence of a microbatch: (number of its earlier tokens, number of its tokens in the microbatch).
@@ -36,6 +36,7 @@ class Attended:
         softcap: see AttentionSpec.
         sinks: each head has a sink.
         least_pages: pages of the pool. The pages in use are its last ones.
+        float8: keys and values are in FP8.
     """
 
     what: str
@@ -47,10 +48,11 @@ class Attended:
     softcap: float | None = None
     sinks: bool = False
     least_pages: int = 0
+    float8: bool = False
 
     def __str__(self) -> str:
         heads, kv_heads, dim = self.heads
-        return f"{self.what}, {heads}/{kv_heads} x {dim} {NAMES[self.dtype]}"
+        return f"{self.what}, {heads}/{kv_heads} x {dim} {NAMES[self.dtype]}{' over FP8' if self.float8 else ''}"
 
     def compare(self) -> None:
         """Compare our kernel with its float64 reference."""
@@ -71,14 +73,16 @@ class Attended:
         found = TritonAttention()(query, kv, 0, inputs, spec)
         parts = [Extent(span.first_row, span.num_tokens, span.start, span.first_page) for span in inputs.spans]
         how = {"scaling": spec.scaling, "window": self.window, "softcap": self.softcap, "sinks": sinks}
-        return {"rows": (found, reference_paged_attention(query, kv.keys(0), kv.values(0), inputs.pages, parts, **how))}
+        pools = (kv.keys(0).to(self.dtype), kv.values(0).to(self.dtype))
+        return {"rows": (found, reference_paged_attention(query, *pools, inputs.pages, parts, **how))}
 
     def _filled(self) -> tuple[KVShard, list[Span]]:
         """Return pages with the keys and values of all tokens, and the spans of the microbatch."""
         _, kv_heads, dim = self.heads
         used = sum(-(-(start + count) // self.page_size) for start, count in self.extents) + 7
         total = max(used, self.least_pages)
-        kv = KVShard((0, 1), total, self.page_size, plain_caches(1, kv_heads, dim), self.dtype, DEVICE)
+        caches, stored = plain_caches(1, kv_heads, dim), page_dtype("fp8" if self.float8 else "auto", self.dtype)
+        kv = KVShard((0, 1), total, self.page_size, caches, self.dtype, DEVICE, pages=stored)
         for pool in (kv.keys(0), kv.values(0)):
             pool[total - used :] = float("nan")
         ids = (torch.randperm(used) + total - used).tolist()

@@ -50,6 +50,27 @@ def test_heads(rows: int, heads: int, kv_heads: int, dim: int, norms: bool, dtyp
     compare_rotary(rows, heads, kv_heads, dim, dtype, WRITTEN, norms)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+def test_pages_in_float8_get_the_rounded_values(dtype: torch.dtype) -> None:
+    """Their codes are compared bit by bit, also with a number beyond the largest value and with NaN."""
+    from sarathi_pp_kernels.triton.rotary import rotate_and_write
+
+    from sarathi_pp.model.kv import to_float8
+
+    rows, heads, kv_heads, dim = SHAPES[-1]
+    qkv = normal(rows, (heads + 2 * kv_heads) * dim, dtype=dtype) * 100
+    qkv[0, -1], qkv[1, -1], qkv[2, -1] = 1e4, float("nan"), -0.001
+    angles = [torch.rand(rows, dim, device=DEVICE).to(dtype) for _ in range(2)]
+    place = torch.randperm(WRITTEN * PAGE_SIZE)[:rows].to(DEVICE)
+    pools = [torch.zeros(2, WRITTEN, kv_heads, PAGE_SIZE, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
+    pools[1] = to_float8(pools[1])
+    for keys, values in pools:
+        rotate_and_write(qkv.clone(), *angles, place // PAGE_SIZE, place % PAGE_SIZE, keys, values)
+    expected, found = to_float8(pools[0]).float(), pools[1].float()
+    assert torch.equal(found.isnan(), expected.isnan()) and int(found.isnan().sum()) == 1
+    assert torch.equal(found.nan_to_num(nan=1e4), expected.nan_to_num(nan=1e4))
+
+
 def test_pages_far_behind() -> None:
     """The pool has more than 2^31 numbers. An index of 32 bits would write near its beginning."""
     rows, pages, shape, dtype = sized([(33, 140_000, (32, 8, 128), BF16)], tiny=[(3, 100, (4, 2, 16), F32)])[0]

@@ -14,6 +14,7 @@ import pytest
 from tests.commands.processes import COMMAND, Files
 from tests.exact.answers import make_reference
 from tests.exact.references import Reference
+from tests.exact.rounding_cache import generate as generate_rounded
 from tests.machine import patient
 from tests.mockgpu.processes import with_gpus
 from tests.model.families import with_layers
@@ -36,12 +37,14 @@ def generate(
     *options: str,
     twice: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
+    float8: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Generate, compare the answers, and return the resolved run and its report.
 
     Args:
         twice: length of the only prompt, which comes twice; 0 for other prompts, once each.
         variables: more environment variables.
+        float8: the answers are those with keys and values in FP8.
     """
     files = Files(folder)
     asked = [
@@ -50,6 +53,8 @@ def generate(
         if (len(prompt) == twice if twice else len(prompt) <= LONGEST)
     ][:MOST]
     asked *= 2 if twice else 1
+    if float8:
+        asked = [(prompt, generate_rounded(reference.model, prompt, NEW_TOKENS)[0]) for prompt, _ in asked]
     files.write_prompts([prompt for prompt, _ in asked])
     few = ("--chunk-size", "7", "--max-num-seqs", "2", "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos")
     command = (*COMMAND, *files.options(reference.directory, "--device", "cuda", "--dtype", "float32", *few, *options))
@@ -89,6 +94,16 @@ def test_graphs_read_the_pages_that_prompts_share(reference: Reference, tmp_path
     assert (run["transport"], run["prefix_cache"], run["attention"]) == ("nccl", "prompts", "triton")
     assert report["prefix_cache"]["cached_tokens"] == 16
     assert all(stage["graph_hit_rate"] == 1.0 for stage in report["per_stage"])
+
+
+@pytest.mark.parametrize("attention", ["triton", pytest.param("sdpa", marks=pytest.mark.full)])
+def test_keys_and_values_in_float8(attention: str, reference: Reference, tmp_path: Path) -> None:
+    """Graphs write and read them with Triton."""
+    options = ("--stages", "2", "--kv-cache-dtype", "fp8", "--attention", attention)
+    run, report = generate(reference, tmp_path, 1, *options, float8=True)
+    assert (run["attention"], run["kv_cache_dtype"]) == (attention, "fp8")
+    expected = 1.0 if attention == "triton" else None
+    assert all(stage["graph_hit_rate"] == expected for stage in report["per_stage"])
 
 
 @pytest.mark.parametrize(

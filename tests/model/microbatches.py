@@ -11,7 +11,7 @@ from sarathi_pp.checkpoint.facts.layer_cache import plain_caches
 from sarathi_pp.model.attention import AttentionBackend, choose_backend
 from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import Span, build_inputs
-from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.kv import KVShard, page_dtype, to_float8
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,11 @@ def naive(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Ten
 
 @dataclass
 class Case:
-    """Sequences whose last tokens form one microbatch; unwritten places of the pages hold NaN."""
+    """Sequences whose last tokens form one microbatch; unwritten places of the pages hold NaN.
+
+    Attributes:
+        float8: pages are in FP8. The expected output is that of rounded keys and values.
+    """
 
     extents: list[tuple[int, int]]
     page_size: int
@@ -53,6 +57,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     backend: str = "sdpa"
+    float8: bool = False
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
@@ -72,6 +77,7 @@ class Case:
             plain_caches(layer + 1, self.num_kv_heads, self.head_dim),
             self.dtype,
             CPU,
+            pages=page_dtype("fp8" if self.float8 else "auto", self.dtype),
         )
         self.kv.keys(layer).fill_(torch.nan)
         self.kv.values(layer).fill_(torch.nan)
@@ -79,6 +85,8 @@ class Case:
         for (start, tokens), table in zip(self.extents, tables, strict=True):
             key, value = (normal(start + tokens, self.num_kv_heads, self.head_dim) for _ in range(2))
             self.kv.write(layer, key, value, build_inputs([Span(0, start + tokens, table)], [], self.page_size, CPU))
+            if self.float8:
+                key, value = (to_float8(one).to(self.dtype) for one in (key, value))
             self.keys.append(key)
             self.values.append(value)
         spans = [Span(*extent, table) for extent, table in zip(self.extents, tables, strict=True)]

@@ -8,7 +8,7 @@ import torch
 
 from sarathi_pp.checkpoint.facts.layer_cache import PagedCache, StateCache, plain_caches, state_bytes
 from sarathi_pp.model.inputs import Span, build_inputs
-from sarathi_pp.model.kv import KVShard, page_bytes
+from sarathi_pp.model.kv import KVShard, page_bytes, page_dtype, to_float8
 
 CPU = torch.device("cpu")
 
@@ -77,3 +77,27 @@ def test_pages_cost_no_memory_before_they_are_written() -> None:
     kv = KVShard((0, 2), 4096, 16, plain_caches(2, 8, 64), torch.float32, CPU)  # 512 MiB
     assert kv.keys(1).nbytes == 128 * 2**20
     assert process.memory_info().rss - before < 32 * 2**20
+
+
+def test_float8_rounds_to_the_nearest_value_and_keeps_nan() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = codes[codes.isfinite()].unique().double()
+    found = to_float8(every).float()
+    assert torch.equal(found.isnan(), every.isnan())
+    number = every[~every.isnan()].double().clamp(-448, 448)
+    place = torch.searchsorted(values, number).clamp(1, len(values) - 1)
+    below, above = values[place - 1], values[place]
+    # Of two values at the same distance, the even one is the multiple of twice the step between them.
+    even_below = (below / (above - below)) % 2 == 0
+    lower = (number - below < above - number) | ((number - below == above - number) & even_below)
+    assert torch.equal(found[~every.isnan()].double(), torch.where(lower, below, above))
+    assert to_float8(torch.tensor([torch.inf, -torch.inf, 449.0])).float().tolist() == [448, -448, 448]
+
+
+def test_pages_in_float8_take_one_byte_per_value_and_states_keep_their_type() -> None:
+    caches = [PagedCache(2, 8, 8), StateCache((2, 6), (3, 4, 5))]
+    kv = KVShard((0, 2), 6, 4, caches, torch.bfloat16, CPU, pages=page_dtype("fp8", torch.bfloat16), num_slots=5)
+    assert kv.keys(0).nbytes + kv.values(0).nbytes == 6 * page_bytes(caches, 4, torch.float8_e4m3fn) == 6 * 4 * 32
+    assert kv.conv_state(1).dtype == torch.bfloat16 and kv.recurrent_state(1).dtype == torch.float32
+    assert page_dtype("float32", torch.float32) == page_dtype("auto", torch.float32) == torch.float32

@@ -61,9 +61,8 @@ def report(**changes: Any) -> dict[str, Any]:
         "max_model_len": 2000,
         "kv_cache_bytes": 2**30,
     }
-    assert changes.keys() <= base.keys() | {"attention", "model", "dtype", "prefix_cache", "max_pages", *STATES}, (
-        changes
-    )
+    more = {"attention", "model", "dtype", "kv_cache_dtype", "prefix_cache", "max_pages", *STATES}
+    assert changes.keys() <= base.keys() | more, changes
     return base | changes
 
 
@@ -545,7 +544,8 @@ def test_chunk_throughput_that_stays_while_requests_in_flight_grow() -> None:
 def test_only_like_runs_with_chunks_are_compared() -> None:
     fewer = grown(20, 2.0)
     unlike = [{"chunk_size": 512}, {"stages": 4}, {"policy": "sarathi:even=1"}, {"model": "b"}, {"dtype": "x"}]
-    for other in [*unlike, {"layer_split": [9, 7]}, {"inflight": 3}, {"attention": "flash"}]:
+    unlike += [{"layer_split": [9, 7]}, {"inflight": 3}, {"attention": "flash"}, {"kv_cache_dtype": "fp8"}]
+    for other in unlike:
         assert compared(fewer, grown(40, 2.0, **other)) == []
     for policy in ("orca", "balanced"):
         assert compared(fewer | {"policy": policy}, grown(40, 2.0, policy=policy)) == []

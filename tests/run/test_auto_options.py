@@ -119,6 +119,26 @@ def test_times_of_other_shards_are_warned_of(tmp_path: Path, facts: ModelFacts) 
     assert list(profile_mismatch(config(tmp_path, sharded, tensor_parallel_size=2), facts.dtype)) == []
 
 
+def test_times_of_another_type_of_keys_and_values_are_warned_of(tmp_path: Path, facts: ModelFacts) -> None:
+    (said,) = profile_mismatch(config(tmp_path, kv_cache_dtype="fp8"), facts.dtype)
+    assert said.endswith("was measured with --kv-cache-dtype auto, and this run has fp8")
+    in_float8 = replace(HEAVY, kv_cache_dtype="fp8")
+    (said,) = profile_mismatch(config(tmp_path, in_float8), facts.dtype)
+    assert said.endswith("was measured with --kv-cache-dtype fp8, and this run has auto")
+    assert list(profile_mismatch(config(tmp_path, in_float8, kv_cache_dtype="fp8"), facts.dtype)) == []
+
+
+def test_keys_and_values_in_float8_are_read_in_a_quarter_of_the_time_of_float32() -> None:
+    given = {"dtypes": Dtypes("float32", "float32"), "device": "cpu", "page_size": 16}
+    facts = check_model(ADDER)
+    plain, float8 = (
+        estimated_cost(ADDER, facts, [(0, 5)], kv_cache_dtype=kind, **given).stages[0]  # type: ignore[arg-type]
+        for kind in ("auto", "fp8")
+    )
+    assert (plain.a3, plain.page_bytes) == (pytest.approx(4 * float8.a3), 4 * float8.page_bytes)
+    assert replace(float8, a3=plain.a3, page_bytes=plain.page_bytes) == plain
+
+
 def test_an_estimate_reads_the_models_own_sizes() -> None:
     facts = check_model(ADDER)
     model = estimated_cost(

@@ -90,6 +90,30 @@ def test_another_input_format_is_another_question(output):
         preflight.identify(other, preflight.preflight(other))
 
 
+@pytest.mark.parametrize(("before", "now"), [("auto", "fp8"), ("fp8", "auto"), (None, "fp8")])
+def test_an_output_is_not_resumed_with_another_type_of_keys_and_values(output, before, now):
+    """An earlier version recorded no type. It had the computation's."""
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt": "1+1="}\n')
+
+    def asked(kind, start="new"):
+        return BatchOptions(RunConfig(model=str(ADDER), kv_cache_dtype=kind), str(rows), str(output), start=start)
+
+    first = asked(before or "auto")
+    identity = dict(preflight.identify(first, preflight.preflight(first)).identity)
+    if before is None:
+        del identity["kv_cache_dtype"]
+    with RunDirectory.claim(RunDirectory.default_path(str(output)), overwrite=False) as run_dir:
+        run_dir.write_run({"identity": identity})
+    output.write_text("line\n")
+    again = asked(before or "auto", "resume")
+    assert preflight.identify(again, preflight.preflight(again)).identity["kv_cache_dtype"] == (before or "auto")
+    other, kind = asked(now, "resume"), before or "auto"
+    said = f"kv_cache_dtype was {kind} and is {now}; give --kv-cache-dtype {kind}, name another --output"
+    with pytest.raises(ConfigError, match=said):
+        preflight.identify(other, preflight.preflight(other))
+
+
 def test_facts_about_the_model_are_notes_and_no_warnings(tmp_path, output):
     write_checkpoint("llama", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

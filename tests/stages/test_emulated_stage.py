@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from sarathi_pp.checkpoint.facts.layer_cache import StateCache, state_bytes
+from sarathi_pp.config import RunConfig
 from sarathi_pp.core.cost.model import CostModel, LayerCost, Load, StageCost
 from sarathi_pp.core.cost.repartition import repartition
 from sarathi_pp.core.plan import MicroBatch
-from sarathi_pp.stages.emulated_stage import EmulatedStage, emulated_facts
+from sarathi_pp.errors import ConfigError
+from sarathi_pp.stages.emulated_stage import EmulatedStage, emulated_facts, with_profile
 from tests.core.cost.test_profile import PROFILE
 
 HEAVY_HEAD = CostModel(1, (StageCost((0, 4), 4e-3, 0, 0, 0, 0), StageCost((4, 8), 4e-3 + 8e-3, 0, 0, 0, 0)))
@@ -59,3 +61,9 @@ def test_a_hybrid_s_layers_keep_states_that_take_no_memory() -> None:
     assert hybrid.has_states and state_bytes(hybrid.caches, 4) == 0
     plain = emulated_facts(replace(PROFILE, cost=replace(HEAVY_HEAD, layer_costs=(layers[3],) * 8)), None)
     assert not plain.has_states and not emulated_facts(PROFILE, None).has_states
+
+
+def test_no_type_of_keys_and_values_is_taken_where_there_are_none() -> None:
+    assert with_profile(RunConfig(model=""), PROFILE).kv_cache_dtype == "auto"
+    with pytest.raises(ConfigError, match="--emulate runs no model, so --kv-cache-dtype cannot be honoured"):
+        with_profile(RunConfig(model="", kv_cache_dtype="fp8"), PROFILE)

@@ -163,6 +163,16 @@ def test_weights_of_the_stages_are_those_of_the_file(tmp_path: Path) -> None:
     ]
 
 
+def test_pages_in_float8_hold_four_times_the_tokens_of_float32(tmp_path: Path) -> None:
+    given = {"layer_split": (4, 1), "kv_cache_memory_bytes": 400 * PAGE_BYTES}
+    plain, float8 = plan(tmp_path, None, **given), plan(tmp_path, None, **given, kv_cache_dtype="fp8")
+    assert [stage["pages"] for stage in plain["per_stage"]] == [100, 400]
+    assert [stage["pages"] for stage in float8["per_stage"]] == [400, 1600]
+    assert [stage["kv_bytes"] for stage in float8["per_stage"]] == [400 * PAGE_BYTES, 100 * PAGE_BYTES]
+    assert (plain["kv_cache_dtype"], float8["kv_cache_dtype"]) == ("float32", "fp8")
+    assert "--kv-cache-dtype fp8" in " ".join(float8["options"]) and "--kv-cache-dtype" not in plain["options"]
+
+
 def test_a_first_stage_that_computes_heads_holds_their_weights_too(tmp_path: Path) -> None:
     moved, kept = (plan(tmp_path, layer_split=(3, 2), head=head)["per_stage"] for head in ("auto", "last"))
     vocabulary, hidden_size = 16, 64

@@ -46,6 +46,7 @@ def run_of(stages: int, chunk_size: int = 256, **changed: object) -> ResolvedRun
         "dtype": "bfloat16",
         "device": "cpu",
         "attention": "sdpa",
+        "kv_cache_dtype": "float32",
         "seed": 0,
         "peer_timeout_s": 60.0,
     }

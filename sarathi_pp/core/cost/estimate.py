@@ -97,6 +97,7 @@ def estimate_cost(
     vocab_size: int,
     weight_bytes: float,
     compute_bytes: int | None = None,
+    kv_bytes: int | None = None,
     speed: DeviceSpeed | Sequence[DeviceSpeed],
     page_size: int = 16,
     shards: int = 1,
@@ -132,7 +133,8 @@ def estimate_cost(
         shapes: the shape of each layer of the model.
         weight_bytes: bytes that are read or written for one weight of a layer. Those of the LM head are at most
             compute_bytes.
-        compute_bytes: bytes of a number of the computation, such as a key or value; None for weight_bytes.
+        compute_bytes: bytes of a number of the computation; None for weight_bytes.
+        kv_bytes: bytes of a number of a key or value in the KV cache; None for compute_bytes.
         speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
         shards: T, the number of ranks that compute each stage together. Coefficients and page_bytes are those of one of
             these ranks.
@@ -142,11 +144,12 @@ def estimate_cost(
     assert shards == 1 or all(own.sums is not None for own in speeds), "the speed of sums is not known"
     assert len({own.tile for own in speeds}) == 1, "stages have one tile"
     compute_bytes = compute_bytes or int(weight_bytes)
+    stored_bytes = kv_bytes or compute_bytes
     size = 2 if compute_bytes <= 2 else 4
     sum_bytes = hidden_size * compute_bytes
 
     def estimate_stages(spans: Sequence[tuple[int, int]], devices: Sequence[DeviceSpeed]) -> CostModel:
-        means = [_MeanLayer.of(shapes[first:end], shards, weight_bytes, compute_bytes) for first, end in spans]
+        means = [_MeanLayer.of(shapes[first:end], shards, weight_bytes, stored_bytes) for first, end in spans]
         pairs = list(zip(means, devices, strict=True))
         tiles_read = min(mean.tiles_read(own, size) for mean, own in pairs)
         stages = [
@@ -196,7 +199,7 @@ class _MeanLayer:
     kv_bytes: int
 
     @classmethod
-    def of(cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: float, compute_bytes: int) -> _MeanLayer:
+    def of(cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: float, stored_bytes: int) -> _MeanLayer:
         count = len(shapes)
         return cls(
             count,
@@ -205,7 +208,7 @@ class _MeanLayer:
             2 * (sum(shape.score_channels for shape in shapes) / count) / shards,
             2 * (sum(shape.decode_channels for shape in shapes) / count) / shards,
             sum(shape.state_values for shape in shapes) / count / shards,
-            sum(shape.shard_values(shards) for shape in shapes) * compute_bytes,
+            sum(shape.shard_values(shards) for shape in shapes) * stored_bytes,
         )
 
     def tiles_read(self, own: DeviceSpeed, size: int) -> int:

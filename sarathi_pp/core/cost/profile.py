@@ -12,6 +12,7 @@ from sarathi_pp.errors import InputError
 
 SCHEMA = "sarathi-pp/profile/1"
 _DTYPES = ("float32", "bfloat16", "float16")
+_KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Profile:
         tensor_parallel_size: number of ranks that computed each stage together. Stage times include adding up their
             results, and `pages` are those of one rank.
         host_s: seconds from the time when a stage could start a microbatch until it computes it.
+        kv_cache_dtype: the option with which the stages were measured.
     """
 
     model: str
@@ -80,6 +82,7 @@ class Profile:
     links: tuple[EdgeLink, ...] = ()
     tensor_parallel_size: int = 1
     host_s: float = 0.0
+    kv_cache_dtype: str = "auto"
 
     def edge_links(self, num_stages: int) -> tuple[EdgeLink, ...]:
         """Return one link per edge of a pipeline with `num_stages` stages."""
@@ -113,6 +116,7 @@ class Profile:
             ),
             **({"links": [asdict(link) for link in self.links]} if self.links else {}),
             **({"tensor_parallel_size": self.tensor_parallel_size} if self.tensor_parallel_size > 1 else {}),
+            **({"kv_cache_dtype": self.kv_cache_dtype} if self.kv_cache_dtype != "auto" else {}),
         }
 
     @classmethod
@@ -134,7 +138,7 @@ class Profile:
         profile = cls(
             model=_text(data, "model"),
             device=_text(data, "device"),
-            dtype=_dtype(data),
+            dtype=_chosen(data, "dtype", _DTYPES),
             hidden_size=_whole(data, "hidden_size"),
             num_layers=_whole(data, "num_layers"),
             cost=CostModel(
@@ -154,6 +158,7 @@ class Profile:
             links=_links(data.get("links", []), len(stages)),
             tensor_parallel_size=_whole(data, "tensor_parallel_size") if "tensor_parallel_size" in data else 1,
             host_s=_real(data, "host_s") if "host_s" in data else 0.0,
+            kv_cache_dtype=_chosen(data, "kv_cache_dtype", _KV_CACHE_DTYPES) if "kv_cache_dtype" in data else "auto",
         )
         _require_contiguous([stage.layers for stage in profile.cost.stages], profile.num_layers)
         return profile
@@ -230,10 +235,10 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _dtype(data: Mapping[str, Any]) -> str:
-    value = _text(data, "dtype")
-    if value not in _DTYPES:
-        raise InputError(f"the profile's 'dtype' is {value!r}; it must be one of {', '.join(_DTYPES)}")
+def _chosen(data: Mapping[str, Any], key: str, choices: Sequence[str]) -> str:
+    value = _text(data, key)
+    if value not in choices:
+        raise InputError(f"the profile's {key!r} is {value!r}; it must be one of {', '.join(choices)}")
     return value
 
 

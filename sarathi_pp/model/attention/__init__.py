@@ -76,6 +76,7 @@ class Needs:
         softcap: any layer bounds its attention scores by a soft cap.
         sinks: any layer has attention sinks: one more logit per head in the softmax, without a key or a value.
         latent: keys are latents, whose first channels are the values (MLA).
+        float8_pages: keys and values are stored in FP8.
     """
 
     dtype: torch.dtype
@@ -83,6 +84,7 @@ class Needs:
     softcap: bool
     sinks: bool
     latent: bool = False
+    float8_pages: bool = False
 
 
 _NO_LATENTS = "does not support latent attention, which this model has"
@@ -133,6 +135,8 @@ def _varlen() -> AttentionBackend:
 
 
 def _flash_takes(needs: Needs) -> str | None:
+    if needs.float8_pages:
+        return "reads no keys and values in FP8 (--kv-cache-dtype fp8)"
     if needs.latent:
         return _NO_LATENTS
     if needs.dtype not in (torch.bfloat16, torch.float16):

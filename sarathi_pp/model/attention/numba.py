@@ -8,6 +8,9 @@ prompt chunks use attention_prefill.py, even for a single row. Otherwise torch's
 In float32, one kernel computes chunks and decodes: attention_float.py, or attention_decode.py if heads or pages do not
 fit it. A row's output is then the same to the last bit, however its prompt was cut and whatever rows were computed
 with it. This is the reason to choose float32.
+
+The kernels read keys and values in the type of the computation. Pages in FP8 are copied to it first, those of a few
+sequences at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from sarathi_pp_kernels.cpu import attention_decode, attention_decode_simd, attention_float
 from sarathi_pp_kernels.cpu.attention_prefill import BLOCK_KEYS, TILE_ROWS, attend, rows_at_once, scratch_floats
+from sarathi_pp_kernels.cpu.page_copies import copy_pages
 from sarathi_pp_kernels.cpu.simd.registers import LANES
 from sarathi_pp_kernels.cpu.simd.target import has_avx512_bf16
 from sarathi_pp_kernels.cpu.threads import run_parallel, scratch_of_thread, split_range
@@ -45,6 +49,8 @@ _KINDS = {
 # time.
 _TILE_ROWS = 16
 _TILE_KEYS = 2**18
+# About the most bytes of copies of pages in FP8. With more, the C library takes new memory from the system each time.
+_COPIED_BYTES = 2**24
 
 
 class NumbaAttention:
@@ -61,9 +67,25 @@ class NumbaAttention:
         self._sdpa = SdpaAttention()
         self._has_avx512_bf16 = has_avx512_bf16()
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
+        self._copied: tuple[StageInputs, tuple[_Copied, ...]] | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32. SIMD kernels round the softmax to bfloat16."""
+        if not kv.float8:
+            return self._attend(query, kv, layer, inputs, spec)
+        if self._copied is None or self._copied[0] is not inputs:
+            self._copied = inputs, _Copied.of(inputs, kv)
+        out = query.new_empty(*query.shape[:2], kv.value_dim)
+        for part in self._copied[1]:
+            copies = kv.room_for_copies(layer, len(part.pages))
+            copy_pages(kv.keys(layer), part.pages, copies.keys(layer))
+            if not kv.latent:  # the values of latents are a part of the keys
+                copy_pages(kv.values(layer), part.pages, copies.values(layer))
+            out[part.rows] = self._attend(query[part.rows], copies, layer, part.inputs, spec)
+        return out
+
+    def _attend(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
+        """Return the attention output of a layer. The pages are in the type of the computation."""
         simd = query.dtype == torch.bfloat16 and self.fits_simd(kv)
         chunks, tiles = self._halves(inputs, query.shape[1], kv, simd)
         sinks = _no_sinks(query.shape[1]) if spec.sinks is None else spec.sinks.detach().float().contiguous()
@@ -107,6 +129,50 @@ class NumbaAttention:
         fits = kv.page_size % LANES == 0 and BLOCK_KEYS % kv.page_size == 0
         fits = fits and kv.head_dim % LANES == kv.value_dim % LANES == 0
         return fits and self._has_avx512_bf16 and kv.dtype == torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """Some sequences of a microbatch, whose pages are copied at a time.
+
+    Attributes:
+        rows: their rows of the microbatch.
+        pages: ids of the pages to copy.
+        inputs: their inputs, with rows and page ids counted from 0.
+    """
+
+    rows: slice
+    pages: Tensor
+    inputs: StageInputs
+
+    @classmethod
+    def of(cls, inputs: StageInputs, kv: KVShard) -> tuple[_Copied, ...]:
+        """Divide a microbatch. A part has one sequence, or more of them if they have few pages."""
+        page_bytes = kv.num_kv_heads * kv.page_size * (kv.head_dim + kv.value_dim) * kv.dtype.itemsize
+        most_pages = _COPIED_BYTES // page_bytes
+        parts: list[list[SpanRows]] = []
+        num_pages = 0
+        for span in inputs.spans:
+            num_pages += span.num_pages
+            if not parts or num_pages > most_pages:
+                parts.append([])
+                num_pages = span.num_pages
+            parts[-1].append(span)
+        return tuple(cls._of_spans(part, inputs) for part in parts)
+
+    @classmethod
+    def _of_spans(cls, spans: list[SpanRows], inputs: StageInputs) -> _Copied:
+        first, last = spans[0], spans[-1]
+        rows = slice(first.first_row, last.first_row + last.num_tokens)
+        pages = inputs.pages[first.first_page : last.first_page + last.num_pages]
+        copies = torch.arange(len(pages))
+        moved = [
+            span._replace(
+                first_row=span.first_row - first.first_row, first_page=span.first_page - first.first_page, of_all=copies
+            )
+            for span in spans
+        ]
+        return cls(rows, pages, inputs._replace(spans=tuple(moved), pages=copies))
 
 
 @functools.cache

@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from sarathi_pp.model.attention.spec import AttentionSpec
 from sarathi_pp.model.inputs import StageInputs
-from sarathi_pp.model.kv import KVShard
+from sarathi_pp.model.kv import KVShard, as_indexable
 
 TILE_ROWS = 128
 BLOCK_KEYS = 1024
@@ -112,7 +112,7 @@ class SdpaAttention:
         _, heads, page_size, head_dim = pool.shape
         num_pages = pages.shape[0]
         gathered = self._buffer("pages", (num_pages, heads, page_size, head_dim), pool.dtype, pool.device)
-        torch.index_select(pool, 0, pages, out=gathered)
+        torch.index_select(as_indexable(pool), 0, pages, out=as_indexable(gathered))
         gathered_tokens = num_pages * page_size
         width = _round_up(count, step)
         block = self._buffer("block", (heads, max(gathered_tokens, width), head_dim), torch.float32, pool.device)

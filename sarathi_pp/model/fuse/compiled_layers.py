@@ -106,6 +106,8 @@ class CompiledLayers(nn.Module):
 
         from sarathi_pp.model.attention.numba import NumbaAttention
 
+        if paged.kv.float8:  # the compiled call reads and writes pages in the type of the computation
+            return None
         first: Any = self.blocks[0]
         in_float = type(first.mlp.down_proj) is FloatLinear
         if not isinstance(paged.backend, NumbaAttention) or not (in_float or paged.backend.fits_simd(paged.kv)):

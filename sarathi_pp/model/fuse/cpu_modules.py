@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sarathi_pp.model.attention.adapter import PagedCall
 from sarathi_pp.model.fuse.float_linear import PANEL, FloatLinear
 from sarathi_pp.model.fuse.packed_linear import PackedLinear, packed_class
+from sarathi_pp.model.kv import RowTarget
 
 if TYPE_CHECKING:
     from sarathi_pp_kernels.cpu.row_ops import RowOps
@@ -176,13 +177,14 @@ class RotaryAttention(nn.Module):
         assert rows.dtype == cos.dtype == sin.dtype == paged.kv.dtype == self._dtype, f"{cos.dtype}, {paged.kv.dtype}"
         assert (paged.kv.num_kv_heads, paged.kv.head_dim) == (self.num_kv_heads, self.head_dim)
         pieces = split_range(rows.shape[0], _ROWS_A_THREAD)
-        run_parallel([partial(self._rotate, rows, cos, sin, paged, piece) for piece in pieces])
+        target = paged.kv.row_target(self.layer_idx, paged.inputs)
+        run_parallel([partial(self._rotate, rows, cos, sin, target, piece) for piece in pieces])
+        paged.kv.store_rows(self.layer_idx, target, paged.inputs)
         query = rows.view(rows.shape[0], -1, self.head_dim)[:, : self.num_heads]
         attended = paged.attend(self.layer_idx, query, scaling=self.scaling)
         return self.o_proj(attended.reshape(1, rows.shape[0], -1)), None
 
-    def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, paged: PagedCall, piece: range) -> None:
-        kv, inputs = paged.kv, paged.inputs
+    def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor, target: RowTarget, piece: range) -> None:
         self._rotate_and_write(
             rows.data_ptr(),
             self.num_heads,
@@ -190,11 +192,11 @@ class RotaryAttention(nn.Module):
             self.head_dim,
             cos.data_ptr(),
             sin.data_ptr(),
-            kv.keys(self.layer_idx).data_ptr(),
-            kv.values(self.layer_idx).data_ptr(),
-            inputs.write_pages.data_ptr(),
-            inputs.write_offsets.data_ptr(),
-            kv.page_size,
+            target.keys.data_ptr(),
+            target.values.data_ptr(),
+            target.pages.data_ptr(),
+            target.offsets.data_ptr(),
+            target.keys.shape[2],
             piece.start,
             piece.stop,
             self.query_norm.data_ptr() if self.query_norm is not None else 0,

@@ -32,7 +32,8 @@ LINKS = tuple(EdgeLink(1e-4 * (edge + 1), 1e9, 2e-3 if edge == 1 else 0.0) for e
 def test_a_profile_comes_back_from_json() -> None:
     with_ridge = replace(PROFILE, cost=replace(COST, ridge=8))
     of_shards = replace(PROFILE, tensor_parallel_size=2, host_s=1e-3)
-    for profile in (PROFILE, replace(PROFILE, links=LINKS), of_shards, with_ridge):
+    in_float8 = replace(PROFILE, kv_cache_dtype="fp8")
+    for profile in (PROFILE, replace(PROFILE, links=LINKS), of_shards, with_ridge, in_float8):
         assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
@@ -49,6 +50,11 @@ def test_links_of_edges_need_no_added_latency_and_are_as_many_as_stages() -> Non
     data["links"] = [dict(data["links"][0], bytes_per_s=0)] * len(LINKS)
     with pytest.raises(InputError, match="'bytes_per_s' is 0; it must be above 0"):
         Profile.from_json(data)
+
+
+def test_only_a_profile_of_keys_and_values_in_float8_names_their_type() -> None:
+    assert "kv_cache_dtype" not in PROFILE.to_json()
+    assert replace(PROFILE, kv_cache_dtype="fp8").to_json()["kv_cache_dtype"] == "fp8"
 
 
 def test_only_profiles_of_shards_name_them() -> None:
@@ -83,6 +89,7 @@ def test_a_profile_written_by_hand_needs_no_drift_and_no_ridge() -> None:
         (["drift"], 0.1, "'drift' is 0.1; it must be an object"),
         (["drift", "seconds"], 0, "'seconds' is 0; it must be above 0"),
         (["dtype"], "int4", "'dtype' is 'int4'; it must be one of float32, bfloat16, float16"),
+        (["kv_cache_dtype"], "int8", "'kv_cache_dtype' is 'int8'; it must be one of auto, fp8"),
         (["stages", 0, "a0"], 10**400, "'a0' is 1000"),
     ],
 )

@@ -112,6 +112,19 @@ def test_libraries_are_passed_over_for_models_that_they_do_not_serve(needs, flas
     assert choose_backend("auto", CUDA, None, needs).name == expected
 
 
+def test_keys_and_values_in_float8_are_read_by_our_own_backends_alone(gpu):
+    needs = dataclasses.replace(LLAMA, float8_pages=True)
+    for name in ("flash", "varlen"):
+        with pytest.raises(ConfigError, match=f"--attention {name} reads no keys and values in FP8 .*; try another of"):
+            choose_backend(name, CUDA, None, needs)
+    for name in ("triton", "sdpa"):
+        assert choose_backend(name, CUDA, None, needs).name == name
+    gpu["triton"] = "is broken"
+    assert choose_backend("auto", CUDA, None, needs).name == "sdpa"
+    for name in ("numba", "sdpa"):
+        assert choose_backend(name, CPU, None, needs).name == name
+
+
 def test_a_backend_of_another_device_is_refused():
     with pytest.raises(ConfigError, match="--attention triton runs on cuda, not on cpu; try another of auto"):
         choose_backend("triton", CPU, None)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sarathi_pp.errors import PeerLostError
 from sarathi_pp.model.attention import CapturableBackend
 from sarathi_pp.model.inputs import CapturableInputs, Span
 from sarathi_pp.model.kv import KVShard
@@ -60,7 +61,8 @@ class CudaGraph:
         """Capture the work.
 
         Raises:
-            CaptureError: it cannot be captured, for example because the host waits for the device in it.
+            CaptureError: it cannot be captured, for example because the host waits for the device in it, or because
+                NCCL refuses a sum.
         """
         before = torch.cuda.current_stream()
         try:
@@ -69,6 +71,9 @@ class CudaGraph:
                 work()
         except RuntimeError as error:
             raise CaptureError(str(error)) from error
+        except PeerLostError as error:
+            # A sum that is captured waits for no rank. So none is lost, and the library's own text gives the reason.
+            raise CaptureError(str(error.__cause__ or error)) from error
         finally:
             # A failed capture leaves its own stream as the current one, and copies of inputs do not wait for that one.
             torch.cuda.set_stream(before)

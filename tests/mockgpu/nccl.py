@@ -122,6 +122,8 @@ class Nccl:
             forbid_in_capture("connecting")
         if os.environ.get("MOCK_CAPTURE_FAILS_ON", "none") == os.environ.get("LOCAL_RANK"):
             forbid_in_capture("a sum on this rank")
+        if os.environ.get("MOCK_SUM_REFUSED_ON", "none") == os.environ.get("LOCAL_RANK"):
+            raise MockGpuError("NCCL Error 5: invalid usage")  # the capture stays valid
         if os.environ.get("NCCL_GRAPH_REGISTER") != "0":
             self._gloo.allreduce([torch.zeros(1)], options).wait()
         place, captured = recording.hold(tensor.host), _Captured()

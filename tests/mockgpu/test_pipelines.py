@@ -123,11 +123,20 @@ def test_pipelines_without_graphs(
     assert all(stage["graph_hit_rate"] is None for stage in report["per_stage"])
 
 
-@pytest.mark.parametrize("rank", ["1", pytest.param("0", marks=pytest.mark.full)])
-def test_no_shard_of_a_stage_has_graphs_if_one_cannot_capture(reference: Reference, tmp_path: Path, rank: str) -> None:
-    """The other rank captures all its graphs meanwhile, and waits for nothing."""
+@pytest.mark.parametrize(
+    ("failure", "rank"),
+    [
+        ("MOCK_CAPTURE_FAILS_ON", "1"),
+        pytest.param("MOCK_CAPTURE_FAILS_ON", "0", marks=pytest.mark.full),
+        pytest.param("MOCK_SUM_REFUSED_ON", "1", marks=pytest.mark.full),
+    ],
+)
+def test_no_shard_of_a_stage_has_graphs_if_one_cannot_capture(
+    reference: Reference, tmp_path: Path, failure: str, rank: str
+) -> None:
+    """The other rank captures all its graphs meanwhile, and waits for nothing. A refused sum spoils no capture."""
     sharded = ("--stages", "1", "--tensor-parallel-size", "2")
-    run, report = generate(reference, tmp_path, 2, *sharded, variables={"MOCK_CAPTURE_FAILS_ON": rank})
+    run, report = generate(reference, tmp_path, 2, *sharded, variables={failure: rank})
     assert run["transport"] == "nccl"
     assert [stage["graph_hit_rate"] for stage in report["per_stage"]] == [None]
 

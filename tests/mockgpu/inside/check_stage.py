@@ -24,6 +24,8 @@ from sarathi_pp.model.loader import load_stage, stage_bytes
 from sarathi_pp.model.memory import give_back
 from sarathi_pp.model.weights import HeldTypes
 from sarathi_pp.stages.model_stage import ModelStage
+from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.shard_group import ShardGroup
 from tests.mockgpu import machine
 from tests.mockgpu.machine import TIMELINE
 from tests.model.families import NUM_LAYERS as ALL_LAYERS
@@ -119,6 +121,19 @@ def test_a_capture_that_fails_leaves_the_stream_that_computes(caplog):
     give_back()
     assert "torch cannot give its unused memory back" in caplog.text
     machine.captures_failed.clear()
+
+
+def test_a_sum_that_is_refused_fails_the_capture_and_loses_no_rank():
+    """The capture itself stays valid."""
+
+    def refuse(x: torch.Tensor) -> None:
+        raise RuntimeError("NCCL Error 5: invalid usage")
+
+    x = torch.ones(2, device=GPU)
+    shards = ShardGroup(0, 2, ("shard 1",), SimpleNamespace(all_reduce=refuse), SystemClock())
+    with pytest.raises(CaptureError, match="NCCL Error 5"):
+        CudaGraph(torch.cuda.graph_pool_handle()).capture(lambda: shards.all_reduce(x))
+    assert not machine.captures_failed
 
 
 @pytest.mark.parametrize("share", [0.5, 1.01], ids=["its weights", "what is merged on the way"])

@@ -243,7 +243,7 @@ def load_stage(member: Member, start: AgreedStart) -> LoadedStage:
     with agreement.step("loading transformers and choosing kernels") as step:
         maker = _choose_maker(member, start, dtype, shards)
         step.own = {"captures": maker.captures}
-    maker.captures = _all_in_stage(member, step, "captures")
+    _share_captures(member, maker, step)
     with agreement.step("adding up weights") as step:
         step.own = Demand(maker.weight_bytes(layers), pools_of(start.device)).to_json()
     weights = _require_room(member, step, "weights", _fewer_weights(checked, start.device))
@@ -403,6 +403,17 @@ def open_pipeline(
     upstream = over_link(wires.way_in, checked.profile, member.coordinate.stage, mesh.stages, clock)
     remotes = tuple(edges.open_byte_stream(rank) for rank in _other_leaders(member))
     return Pipeline(upstream, runner, remotes, tuple(edges.shared))
+
+
+def _share_captures(member: Member, maker: StageMaker, step: Step) -> None:
+    """Let a maker capture no CUDA graphs if another rank of its tensor-parallel stage cannot.
+
+    Args:
+        step: a step that has ended. Its answers have the key `captures`.
+    """
+    if maker.captures and not _all_in_stage(member, step, "captures"):
+        _log.warning("no CUDA graphs, each microbatch is launched without one: another rank cannot capture")
+        maker.captures = False
 
 
 def _share_graphs(member: Member, stage: Stage, step: Step) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from sarathi_pp.cli.main import main
 from sarathi_pp.cli.show import BatchConsoleDisplay
 from sarathi_pp.config import RunConfig
+from sarathi_pp.distributed.agreement import Step
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.environment import RankEnvironment
 from sarathi_pp.errors import CapacityError
@@ -23,9 +25,10 @@ from sarathi_pp.process.watchdog import Watchdog
 from sarathi_pp.run import rank as rank_module
 from sarathi_pp.run.preflight import Preflight
 from sarathi_pp.run.rank import set_up
-from sarathi_pp.run.setup import Member, agree_on_start
+from sarathi_pp.run.setup import Member, _share_captures, agree_on_start
 from sarathi_pp.stages.emulated_stage import emulated_facts, with_profile
 from sarathi_pp.trace.clock import SystemClock
+from sarathi_pp.wire.mesh import Mesh
 from tests.core.cost.test_profile import PROFILE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,6 +62,17 @@ def test_ranks_that_fail_while_they_introduce_themselves_leave_the_others(monkey
     with pytest.raises(AssertionError):  # there is no connection
         ControlPlane.join(RankEnvironment(world_size=2), 60, 60)
     assert len(left) == 1
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_no_rank_of_a_stage_captures_graphs_if_one_cannot(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 3 cannot, which is a rank of the second stage. The other rank of that stage logs the reason."""
+    mesh = Mesh(stages=2, shards=2)
+    member: Any = SimpleNamespace(mesh=mesh, coordinate=mesh.coordinate(rank))
+    maker: Any = SimpleNamespace(captures=rank != 3)
+    _share_captures(member, maker, Step(answers=[{"captures": each != 3} for each in range(4)]))
+    assert maker.captures == (rank < 2)
+    assert ("another rank cannot capture" in caplog.text) == (rank == 2)
 
 
 def test_a_report_is_shown_once_the_run_has_left_the_other_ranks(

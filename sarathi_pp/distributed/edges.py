@@ -8,7 +8,7 @@ activations through an NCCL communicator.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,10 +19,11 @@ from sarathi_pp.config import ResolvedRun
 from sarathi_pp.distributed.control_plane import ControlPlane
 from sarathi_pp.distributed.transport import NcclOptions
 from sarathi_pp.errors import PeerLostError
+from sarathi_pp.stages.cuda_timer import CudaTimer
 from sarathi_pp.trace.clock import SystemClock
 from sarathi_pp.wire import byte_stream, codec
 from sarathi_pp.wire.byte_stream import ByteStreamReceiver, ByteStreamSender, Remote
-from sarathi_pp.wire.channel import Clock, NoSender, QueueChannel, Receiver, Sender, edge_buffers
+from sarathi_pp.wire.channel import Clock, Landing, NoSender, QueueChannel, Receiver, Sender, edge_buffers
 from sarathi_pp.wire.edge_options import EdgeOptions
 from sarathi_pp.wire.group import Group
 from sarathi_pp.wire.message import Payloads
@@ -210,9 +211,13 @@ def open_shard_group(
 
     Returns:
         The group of this rank's stage; None if the rank holds its stage alone.
+
+    Raises:
+        PeerLostError: another rank of the stage does not connect its device.
     """
     mesh, own = plane.mesh, plane.mesh.coordinate(plane.env.rank)
     shards: ShardGroup | None = None
+    others: tuple[str, ...] = ()
     for replica in range(mesh.replicas) if mesh.shards > 1 else ():
         for stage in range(mesh.stages):
             ranks = mesh.shard_ranks(replica, stage)
@@ -221,10 +226,22 @@ def open_shard_group(
                 others = tuple(plane.name(rank) for rank in ranks if rank != plane.env.rank)
                 shards = ShardGroup(own.shard, mesh.shards, others, group, SystemClock())
     if shards is not None and backend == "nccl":
-        # NCCL connects in the first sum, and reads the environment there. No CUDA graph can contain that.
-        with plane.surrounded(backend):
-            shards.all_reduce(torch.zeros(1, device=device))
+        _connect_shards(plane, shards, others, device)
     return shards
+
+
+def _connect_shards(plane: ControlPlane, shards: ShardGroup, others: Sequence[str], device: torch.device) -> None:
+    """Start a first sum, in which NCCL connects the ranks of a stage, and wait for the result.
+
+    Args:
+        others: names of the other ranks of the stage.
+    """
+    clock, token = SystemClock(), torch.zeros(1, device=device)
+    # NCCL reads the environment in the first sum. No CUDA graph can contain that.
+    with plane.phase("connecting its device to the other ranks of its stage"), plane.surrounded("nccl"):
+        timer = CudaTimer(clock)
+        shards.all_reduce(token)
+        _await_connection(plane, timer.mark(), " or ".join(others), clock)
 
 
 def _connect_sockets(plane: ControlPlane) -> tuple[dict[Ranks, socket.socket], list[Ranks]]:
@@ -284,15 +301,26 @@ def _open_nccl_channel(plane: ControlPlane, edge: Ranks, group: Group, nccl: Ncc
     sending = edge[0] == plane.env.rank
     peer = edge[1] if sending else edge[0]
     channel = NcclChannel(group, edge.index(peer), nccl.new_stream())
-    end_s = clock.now() + plane.patience_s
     # NCCL reads the environment at the first transfer.
     with plane.others_may_leave(peer), plane.surrounded(nccl.backend):
-        opened = channel.connect(nccl.device, sending=sending)
-        while opened.at_s() is None:
-            if clock.now() > end_s:
-                raise PeerLostError(
-                    f"no connection between the devices of this rank and {plane.name(peer)} within "
-                    f"{plane.patience_s:g} s (--join-timeout); set NCCL_DEBUG=INFO for details"
-                )
-            clock.sleep(_POLL_S)
+        _await_connection(plane, channel.connect(nccl.device, sending=sending), plane.name(peer), clock)
     return channel
+
+
+def _await_connection(plane: ControlPlane, opened: Landing, peer_name: str, clock: Clock) -> None:
+    """Wait until the device has finished the first transfer or sum of an NCCL communicator.
+
+    Args:
+        opened: the point after it.
+
+    Raises:
+        PeerLostError: the other ranks do not take part in time.
+    """
+    end_s = clock.now() + plane.patience_s
+    while opened.at_s() is None:
+        if clock.now() > end_s:
+            raise PeerLostError(
+                f"no connection between the devices of this rank and {peer_name} within {plane.patience_s:g} s "
+                f"(--join-timeout); set NCCL_DEBUG=INFO for details"
+            )
+        clock.sleep(_POLL_S)

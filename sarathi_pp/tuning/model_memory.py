@@ -288,6 +288,8 @@ class ModelMemory:
         largest = LargestMicrobatch.of(parse_policy(config.policy), limits)
         mlp = read_mlp(self.model.directory, facts)
         mlp = replace(mlp, width=-(-mlp.width // shards))
+        # Tensor shards have no graphs if gloo adds up their results. A plan does not know the transport, so it is on
+        # the safe side and counts the memory of graphs.
         graphed = self.device == "cuda" and not config.enforce_eager and not facts.has_states
         without, with_head = (
             estimate_working_bytes(

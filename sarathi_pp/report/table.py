@@ -97,7 +97,12 @@ def _name(stage: Mapping[str, Any]) -> str:
 def _work(report: Mapping[str, Any]) -> Text:
     """Return figures about the variation of microbatches, the use of KV pages, and the errors of all figures."""
     kv = report["kv"]
-    of_each = [one["collective_s"] / one["compute_s"] for one in report["per_stage"] if one.get("collective_s")]
+    # A GPU computes sums after their launch or in a graph, so their time is unknown.
+    of_each = [
+        one["collective_s"] / one["compute_s"]
+        for one in report["per_stage"]
+        if one.get("collective_s") and report["device"] != "cuda"
+    ]
     sums = f"sums over the ranks of a stage: {formats.share(max(of_each))} of its compute\n" if of_each else ""
     mask_s = sum(one.get("mask_s") or 0.0 for one in report["per_stage"])
     masks = f"waits for masks of grammars: {formats.seconds(mask_s)} s\n" if mask_s else ""

@@ -159,3 +159,11 @@ def test_hosts_and_the_links_between_them_have_a_line_each() -> None:
 
 def test_of_a_single_host_nothing_is_said() -> None:
     assert "host0" not in printed(summarise(on_hosts(Schedule(8, 2, constant(1.0)).events(), "host0", "host0")))
+
+
+def test_sums_are_shown_only_where_their_time_is_known() -> None:
+    """A GPU computes them after their launch or in a graph."""
+    report = summarise(Schedule(2, 2, constant(1.0)).events())
+    report["per_stage"][1]["collective_s"] = 0.5
+    assert "sums over the ranks of a stage: 25.0% of its compute" in printed(report).splitlines()
+    assert "sums over" not in printed(report | {"device": "cuda"})

@@ -18,6 +18,7 @@ from sarathi_pp.bench.gpu.parts import NAMES
 from sarathi_pp.bench.gpu.plan import Bench, Sizes
 from sarathi_pp.bench.gpu.stage import LLAMA_3_8B, ModelShape
 from sarathi_pp.bench.gpu.suite import bench_gpu
+from sarathi_pp.bench.gpu.tiles import candidates
 from sarathi_pp.bench.gpu.worker import make_bench, run_parts
 from sarathi_pp.cli.main import cli
 from sarathi_pp.core.cost.model import StageCost
@@ -199,3 +200,8 @@ def test_work_of_a_microbatch():
     )
     keys = LLAMA_3_8B.read_bytes([(9, 1)], 2) - LLAMA_3_8B.read_bytes([(8, 1)], 2)
     assert keys == 2 * 2 * 32 * 1024
+
+
+def test_contexts_are_cut_for_the_programs_that_a_processor_holds_of_a_tile():
+    assert [blocks.many_programs for blocks in candidates(4, 128, 2).values()] == [1, 2, 2, 1]
+    assert [blocks.many_programs for blocks in candidates(2, 256, 2).values()] == [1, 1]

@@ -35,11 +35,10 @@ PIECE_COLUMNS = 8
 # the first partial result of its first piece; number of pieces; number of tokens of all tiles before it in the table.
 MERGE_COLUMNS = 5
 
-# Number of programs that a processor of the GPU holds at once, for blocks of few rows and for blocks of many rows. This
-# needs 160 KiB of shared memory (A100, H100). Other processors hold one program of either kind, but contexts are cut
-# for two there as well.
+# Number of programs that a processor of the GPU holds at once, for blocks of few rows. This needs 160 KiB of shared
+# memory (A100, H100). Other processors hold one program, but contexts are cut for two there as well. For blocks of many
+# rows, see Blocks.many_programs.
 _PROGRAMS_PER_PROCESSOR = 2
-_LARGE_PROGRAMS_PER_PROCESSOR = 1
 # Number of merging programs per processor of the GPU, which it holds at once. Each computes several rows if there are
 # more. A graph launches the same number for every microbatch, even if there is nothing to merge.
 _MERGES_PER_PROCESSOR = 8
@@ -79,6 +78,8 @@ class Blocks:
         keys: number of keys of a block.
         registers: most registers of a thread; None leaves their number to the compiler.
         ahead: in large blocks, multiply queries and keys one block ahead, during the softmax of the block before.
+        many_programs: number of programs with large blocks that a processor of the GPU holds at once, 1 or 2. Contexts
+            are cut for them.
     """
 
     group: int
@@ -87,6 +88,7 @@ class Blocks:
     keys: int
     registers: int | None = None
     ahead: bool = False
+    many_programs: int = 1
 
     @classmethod
     def of(cls, group: int, head_dim: int, itemsize: int) -> Blocks:
@@ -284,7 +286,7 @@ def _cut(
     # Long tiles come first. So the last ones to start are short, and the device does not wait long for a single one.
     tiles.sort(key=_NUM_KEYS, reverse=True)
     has_many = any(tile.rows > blocks.few_rows for tile in tiles)
-    programs = num_processors * (_LARGE_PROGRAMS_PER_PROCESSOR if has_many else _PROGRAMS_PER_PROCESSOR)
+    programs = num_processors * (blocks.many_programs if has_many else _PROGRAMS_PER_PROCESSOR)
     share = equal_share(sum(map(_NUM_KEYS, tiles)), num_kv_heads, programs)
     pieces, merges = array("i"), array("i")
     partial_rows = merged_tokens = 0

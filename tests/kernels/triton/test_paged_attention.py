@@ -401,13 +401,16 @@ def test_contexts_are_split_only_where_that_fills_the_device() -> None:
 def test_a_chunk_is_split_only_where_that_is_worth_its_partial_results() -> None:
     """They are written and read again for each row. For short pieces they have more bytes than keys and values."""
 
-    def counts_of(num_tokens: int, start: int) -> list[int]:
-        pieces = cut_work([Extent(0, num_tokens, start, 0)], Blocks.of(4, 128, 2), None, 8, 132, CPU).pieces
+    def counts_of(num_tokens: int, start: int, programs: int = 1) -> list[int]:
+        blocks = replace(Blocks.of(4, 128, 2), many_programs=programs)
+        pieces = cut_work([Extent(0, num_tokens, start, 0)], blocks, None, 8, 132, CPU).pieces
         return [int((pieces[:, 0] == row).sum()) for row in range(0, num_tokens, 32)]
 
     assert counts_of(512, 0) == [1] * 16
     # A processor holds one program of this number of rows: 128 of them are all that 132 processors hold.
     assert counts_of(512, 4096) == [1] * 16
+    assert counts_of(512, 4096, programs=2) == [2] * 16
+    assert counts_of(512, 0, programs=2) == [1] * 16
     assert counts_of(128, 8000) == [4] * 4
     assert counts_of(32, 1000) == [1]
 

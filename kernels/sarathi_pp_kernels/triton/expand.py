@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sarathi_pp_kernels.triton.float8 import from_codes
+
 # Values of a step, and most columns of a step.
 _STEP_VALUES, _MOST_COLUMNS = 4096, 256
 # Steps of a program that expands one of several matrices. Programs for matrices that are not needed end at once, but
@@ -146,10 +148,7 @@ def _expand_steps(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decoded(code, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the float32 values of 8-bit floats. A float16 with the same exponent and mantissa is exact."""
-    wide = code.to(tl.uint16)
+    """Return the float32 values of 8-bit floats. A float16 with the exponent and mantissa of E5M2 is exact."""
     if E5M2:
-        return (wide << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0  # its exponents are biased by 7, float16's by 15
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+        return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return from_codes(code)

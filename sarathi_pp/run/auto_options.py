@@ -20,6 +20,10 @@ from sarathi_pp.model.dtypes import Dtypes
 from sarathi_pp.model.shapes.layers import read_layer_shapes
 from sarathi_pp.outputs.profile_file import read_profile
 
+# Bits of a stored weight with its scale, by the bits of its code. MXFP4 has a scale of 8 bits per 32 weights. Scales of
+# FP8 are few.
+_STORED_BITS = {8: 8.0, 4: 4.25}
+
 
 def tuned(config: RunConfig, facts: ModelFacts) -> RunConfig:
     """Return the configuration with layer split, chunk size and inflight from the profile, unless the user set them.
@@ -115,9 +119,13 @@ def estimated_cost(
 
 
 def _weight_bytes(dtypes: Dtypes) -> float:
-    """Return the bytes of memory that a product reads and writes for a weight. A coded one is expanded before."""
+    """Return the bytes of memory that a product reads and writes for a weight.
+
+    If weights are coded, all weights of layers count as coded, and every product as one of more than 16 rows, which
+    expands them first.
+    """
     item_bytes = _item_bytes(dtypes.weights)
-    return item_bytes if dtypes.code_bits is None else dtypes.code_bits / 8 + 2 * item_bytes
+    return item_bytes if dtypes.code_bits is None else _STORED_BITS[dtypes.code_bits] / 8 + 2 * item_bytes
 
 
 def _item_bytes(dtype: str) -> int:

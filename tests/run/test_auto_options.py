@@ -11,6 +11,7 @@ import pytest
 
 from sarathi_pp.checkpoint.facts.support import ModelFacts, check_model
 from sarathi_pp.config import RunConfig
+from sarathi_pp.core.cost.estimate import DeviceSpeed
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import Profile
 from sarathi_pp.core.cost.sizing import saturation
@@ -148,6 +149,19 @@ def test_an_estimate_reads_the_models_own_sizes() -> None:
     weights = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 192
     assert first.a1 == pytest.approx(3 * 2 * weights / 1e11)
     assert first.page_bytes == 16 * 3 * 2 * 2 * 16 * 4
+
+
+def test_an_estimate_of_coded_weights_counts_codes_with_scales_and_the_expanded_weight() -> None:
+    speed = DeviceSpeed({2: 1e15}, 1e9, 1, 0.0, hidden_share=0.0)
+    facts, layers = check_model(ADDER), [(0, 3), (3, 5)]
+    plain, float8, mxfp4 = (
+        estimated_cost(
+            ADDER, facts, layers, dtypes=Dtypes("bfloat16", "bfloat16", bits), device="cuda", page_size=16, speed=speed
+        ).stages[0]
+        for bits in (None, 8, 4)
+    )
+    assert float8.a0 == pytest.approx((1 + 4) / 2 * plain.a0)
+    assert mxfp4.a0 == pytest.approx((17 / 32 + 4) / 2 * plain.a0)
 
 
 def test_an_estimate_of_shards_is_of_each() -> None:

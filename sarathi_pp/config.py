@@ -108,7 +108,8 @@ class RunConfig:
         dtype: float type of the computation. "auto": that of the checkpoint, or float32 on a CPU that has no fast
             products in it.
         weights: form of quantised weights in memory. "dtype": they are dequantised to dtype when they are loaded.
-            "stored": on GPUs, weights in FP8 and MXFP4 stay as they are stored, and each product expands them.
+            "stored": on GPUs, weights in FP8 and MXFP4 stay as they are stored, and products of more than 16 rows
+            expand them.
         device: device that the stages compute on.
         attention: implementation of attention.
         request_rate: requests per second that arrive, as a Poisson process. inf: all at once.

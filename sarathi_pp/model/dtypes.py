@@ -32,8 +32,8 @@ class Dtypes:
         compute: type of activations, KV pages and logits.
         weights: type to which quantised weights are dequantised. Others stay in the type in which they are stored if
             `compute` can hold all its values.
-        code_bits: bits of a code of the weights that stay as they are stored. Each product expands them to `compute`.
-            None: all weights are dequantised.
+        code_bits: bits of a code of the weights that stay as they are stored. Products of more than 16 rows expand them
+            to `compute`. None: all weights are dequantised.
     """
 
     compute: str

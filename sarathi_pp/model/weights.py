@@ -28,7 +28,7 @@ class HeldTypes:
         compute: type of activations, and of weights that are not held as they are stored.
         dequantised: type to which quantised weights are dequantised.
         as_stored: matrices of a narrower type stay as they are stored, and are widened in registers.
-        coded: weights in FP8 and MXFP4 stay as they are stored, and each call expands them to `compute`.
+        coded: weights in FP8 and MXFP4 stay as they are stored. Products of more than 16 rows expand them to `compute`.
     """
 
     compute: torch.dtype

@@ -75,8 +75,8 @@ class PlannedModel:
         notes = []
         if dtypes.coded:
             notes.append(
-                f"weights of layers stay as they are stored ({self.facts.quantised}), and each product expands them to "
-                f"{dtypes.compute}; weights include the memory for that"
+                f"weights of layers stay as they are stored ({self.facts.quantised}), and products of more than 16 "
+                f"rows expand them to {dtypes.compute}; weights include the memory for that"
             )
         elif self.facts.quantised is not None:
             notes.append(

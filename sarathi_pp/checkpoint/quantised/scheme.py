@@ -25,7 +25,7 @@ from sarathi_pp.errors import UnsupportedModelError
 
 # What a run does with quantised weights, for the user.
 DEQUANTISED = "weights are dequantised when they are loaded"
-KEPT_AS_STORED = "weights of layers stay as stored on the GPU, and each product expands them"
+KEPT_AS_STORED = "weights of layers stay as stored on the GPU, and products of more than 16 rows expand them"
 
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "gptq", "awq")
 Method = Literal["fp8", "mxfp4", "compressed-tensors", "gptq", "awq"]

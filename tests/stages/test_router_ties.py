@@ -168,6 +168,30 @@ def test_all_families_with_experts_are_in_the_list() -> None:
     assert len(EXPERTS) == 27 and {"mixtral", "gpt_oss", "glm4_moe", "ernie4_5_moe"} <= set(EXPERTS)
 
 
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_row_has_an_expert_once(family: str) -> None:
+    """Products with codes of experts rely on it. Scores are also all equal."""
+    model, chosen = build_model(family), []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen.append([*args, *kwargs.values()][1])
+
+    for module in model.modules():
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            module.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.inference_mode():
+        for equal in (False, True):
+            if equal:
+                for router in routers(model).values():
+                    for tensor in (*router.parameters(), *router.buffers()):
+                        tensor.zero_()
+            model(input_ids=torch.arange(3, 40)[None], use_cache=False)
+    assert len(chosen) == 2 * len(routers(model)) > 0
+    for experts in chosen:
+        ordered = experts.sort(-1).values
+        assert ordered.shape[0] == 37 and ordered.shape[1] > 1 and (ordered[:, 1:] > ordered[:, :-1]).all()
+
+
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_tie_hides_no_fault(layer: int, tmp_path: Path, compared: Callable[..., ModelCheck]) -> None:
     planted = plant("qwen3_moe", tmp_path)

@@ -55,8 +55,8 @@ def multiply_float8(
             contiguous.
         codes: (n, N, K), see `expand`. So are scales, block, first and e5m2.
         out: (T, slots, N) in the type of x. The last dimension is contiguous. A slot without a matrix becomes 0.
-        index: (T, slots) int64, the matrices of each row, all different. A number outside of [0, n) means none. None:
-            there is one slot, with matrix 0.
+        index: (T, slots) int64, the matrices of each row. They are all different: of two equal ones, one gets no sums.
+            A number outside of [0, n) means none. None: there is one slot, with matrix 0.
         bias: (n, N) in a float type. None: there is none.
     """
     count, outputs, inputs = codes.shape
@@ -106,10 +106,10 @@ def reference_multiply(x: Tensor, weight: Tensor, index: Tensor | None, bias: Te
     x = x.expand(*index.shape, -1)
     inside = (index >= 0) & (index < len(weight))
     chosen = torch.where(inside, index, 0)
-    found = torch.einsum("tsk,tsnk->tsn", x.double(), weight.double()[chosen])
+    products = torch.einsum("tsk,tsnk->tsn", x.double(), weight.double()[chosen])
     if bias is not None:
-        found += bias.double()[chosen]
-    return torch.where(inside[..., None], found, 0.0)
+        products += bias.double()[chosen]
+    return torch.where(inside[..., None], products, 0.0)
 
 
 def _require_rows(
@@ -179,9 +179,9 @@ def _multiply_float8(  # type: ignore[no-untyped-def]
             value *= scale.to(tl.float32)[:, None]
             if scales.dtype.element_ty != tl.float32:
                 value = value.to(scales.dtype.element_ty).to(tl.float32)
-            own = tl.load(own_x + column[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+            activations = tl.load(own_x + column[None, :], mask=used[:, None] & inside[None, :], other=0.0)
             weight = tl.trans(value.to(x.dtype.element_ty))
-            total = tl.dot(own, weight, acc=total, input_precision="ieee")
+            total = tl.dot(activations, weight, acc=total, input_precision="ieee")
         _store_sums(sums, total, row, slot, rows, slots, output, outputs)
 
 
@@ -223,15 +223,15 @@ def _multiply_mxfp4(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _slot_of(index, matrix, row, rows, slots, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the slot in which each row has this matrix, and -1 for rows that do not have it."""
+    """Return the slot in which each row has this matrix, and -1 for rows that do not have it. No row has it twice."""
     if index is None:
-        found = tl.where(row < rows, 0, -1)
+        slot_of_row = tl.where(row < rows, 0, -1)
     else:
         slot = tl.arange(0, SLOTS)
         inside = (row < rows)[:, None] & (slot < slots)[None, :]
-        own = tl.load(index + row[:, None] * slots + slot[None, :], mask=inside, other=-1)
-        found = tl.max(tl.where(own == matrix, slot[None, :], -1), axis=1)
-    return found
+        matrices = tl.load(index + row[:, None] * slots + slot[None, :], mask=inside, other=-1)
+        slot_of_row = tl.max(tl.where(matrices == matrix, slot[None, :], -1), axis=1)
+    return slot_of_row
 
 
 @triton.jit

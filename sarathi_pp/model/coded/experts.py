@@ -78,8 +78,8 @@ class CodedExperts(nn.Module):
 
     def _multiply_codes(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         gate_up = self._multiply_weight(WEIGHTS[0], hidden_states[:, None], index)
-        found = self._multiply_weight(WEIGHTS[1], self._experts[0]._apply_gate(gate_up), index)
-        return (found * weights[..., None]).sum(1).to(hidden_states.dtype)
+        results = self._multiply_weight(WEIGHTS[1], self._experts[0]._apply_gate(gate_up), index)
+        return (results * weights[..., None]).sum(1).to(hidden_states.dtype)
 
     def _bias(self, name: str) -> Tensor | None:
         """Return the biases of all experts, (experts, outputs); None if they have none."""
@@ -114,29 +114,31 @@ class Float8Experts(CodedExperts):
         """Take the weights: for each one, matrices (experts, rows, inputs) whose rows follow each other."""
         self._held = dict(held)
         for name, parts in held.items():
-            for index, one in enumerate(parts):
-                self.register_buffer(f"{name}_codes_{index}", one.codes, persistent=False)
-                self.register_buffer(f"{name}_scales_{index}", one.scales, persistent=False)
+            for index, part in enumerate(parts):
+                self.register_buffer(f"{name}_codes_{index}", part.codes, persistent=False)
+                self.register_buffer(f"{name}_scales_{index}", part.scales, persistent=False)
 
     def _multiply_weight(self, name: str, x: Tensor, index: Tensor) -> Tensor:
         parts, all_biases = self._held[name], self._bias(name)
-        out = x.new_empty(*index.shape, sum(one.codes.shape[1] for one in parts))
+        out = x.new_empty(*index.shape, sum(part.codes.shape[1] for part in parts))
         begin = 0
-        for one in parts:
-            part = slice(begin, begin + one.codes.shape[1])
-            bias = None if all_biases is None else all_biases[:, part]
-            given = (x, one.codes, one.scales, out[..., part], one.block, one.first)
-            self._multiply(*given, e5m2=one.e5m2, index=index, bias=bias)
-            begin = part.stop
+        for part in parts:
+            rows = slice(begin, begin + part.codes.shape[1])
+            target, bias = out[..., rows], None if all_biases is None else all_biases[:, rows]
+            self._multiply(
+                x, part.codes, part.scales, target, part.block, part.first, e5m2=part.e5m2, index=index, bias=bias
+            )
+            begin = rows.stop
         return out
 
     def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
-        row = 0
-        for one in self._held[name]:
-            rows = one.codes.shape[1]
-            part = target[:, row : row + rows]
-            self._expand(one.codes, one.scales, part, one.block, one.first, e5m2=one.e5m2, needed=needed)
-            row += rows
+        begin = 0
+        for part in self._held[name]:
+            rows = slice(begin, begin + part.codes.shape[1])
+            self._expand(
+                part.codes, part.scales, target[:, rows], part.block, part.first, e5m2=part.e5m2, needed=needed
+            )
+            begin = rows.stop
 
 
 class Mxfp4Experts(CodedExperts):
@@ -153,18 +155,19 @@ class Mxfp4Experts(CodedExperts):
     def hold(self, held: Mapping[str, Mxfp4Codes]) -> None:
         """Take the weights: for each one, matrices of all experts."""
         self._held = dict(held)
-        for name, one in held.items():
-            self.register_buffer(f"{name}_codes", one.codes, persistent=False)
-            self.register_buffer(f"{name}_scales", one.scales, persistent=False)
+        for name, weight in held.items():
+            self.register_buffer(f"{name}_codes", weight.codes, persistent=False)
+            self.register_buffer(f"{name}_scales", weight.scales, persistent=False)
 
     def _multiply_weight(self, name: str, x: Tensor, index: Tensor) -> Tensor:
-        held = self._held[name]
-        out = x.new_empty(*index.shape, held.codes.shape[1])
-        self._multiply(x, held.codes, held.scales, out, index, self._bias(name))
+        weight = self._held[name]
+        out = x.new_empty(*index.shape, weight.codes.shape[1])
+        self._multiply(x, weight.codes, weight.scales, out, index, self._bias(name))
         return out
 
     def _expand_weight(self, name: str, target: Tensor, needed: Tensor) -> None:
-        self._expand(self._held[name].codes, self._held[name].scales, target, needed)
+        weight = self._held[name]
+        self._expand(weight.codes, weight.scales, target, needed)
 
 
 def _can_multiply(experts: Any) -> bool:

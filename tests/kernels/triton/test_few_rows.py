@@ -92,9 +92,13 @@ def test_linear_layers(
 
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("form", ["fp8", "mxfp4"])
-def test_experts(form: str, dtype: torch.dtype) -> None:
-    """The first product has the same input for all slots of a row, and the second one has one for each slot."""
-    count, outputs, groups, slots = 6, 70, 9, 3
+def test_experts(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product has the same input for all slots of a row, and the second one has one for each slot.
+
+    There are 5 steps in 3 parts. The last part has one step, which is not full.
+    """
+    monkeypatch.setattr(few_rows, "_LEAST_STEPS", 2)
+    count, outputs, groups, slots = 4, 70, 18, 3
     inputs, bias = 32 * groups, normal(count, outputs, dtype=dtype)
     for rows in (1, 7, 16):
         index = experts_of_rows(rows, slots, count)
@@ -111,6 +115,71 @@ def test_experts(form: str, dtype: torch.dtype) -> None:
                     multiply_mxfp4(x, codes, scales, out, index, bias)
             expect_close(out, reference_multiply(x, weight, index, bias))
             assert (out[0, -1] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["linear", "fp8", "mxfp4"])
+def test_biases_are_added_where_torch_and_transformers_add_them(form: str) -> None:
+    """Sums of integers are exact in any order. So all bits are known."""
+    generator = torch.Generator().manual_seed(0)
+    rows, count, outputs, slots = 5, 1 if form == "linear" else 4, 70, 1 if form == "linear" else 2
+    x = torch.randint(-200, 201, (rows, slots, 32), generator=generator).half()
+    bias = torch.randint(-8000, 8001, (count, outputs), generator=generator).half() / 8
+    index = None if form == "linear" else experts_of_rows(rows, slots, count)
+    out = torch.zeros(rows, slots, outputs, dtype=torch.float16)
+    if form == "mxfp4":
+        codes, scales = mxfp4_weight(count, outputs, 1)[0], torch.full((count, outputs, 1), 128, dtype=torch.uint8)
+        weight = expanded_mxfp4(codes, scales, torch.float16)
+        assert index is not None
+        multiply_mxfp4(x, codes, scales, out, index, bias)
+    else:
+        weight = torch.randint(-8, 9, (count, outputs, 32), generator=generator).half()
+        codes, scales = weight.to(torch.float8_e4m3fn).view(torch.uint8), torch.ones(count, 1, 1)
+        multiply_float8(x, codes, scales, out, (outputs, 32), index=index, bias=bias)
+    sums = reference_multiply(x, weight, index)
+    biases = reference_multiply(torch.zeros_like(x), weight, index, bias)
+    assert torch.equal(sums, sums.round()) and sums.abs().max() < 2**16
+    of_experts, of_linear = sums.half() + biases.half(), (sums + biases).half()
+    assert not torch.equal(of_experts, of_linear)
+    assert torch.equal(out, of_linear if form == "linear" else of_experts)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of NaN and infinity
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_every_float8_code_has_the_bits_of_the_expanded_weight(dtype: torch.dtype) -> None:
+    """Each output has one input, whose product with 1 is the weight. Scales are rounded, and some products overflow."""
+    count = 3
+    codes = torch.arange(256, dtype=torch.uint8).repeat(count).view(1, 256 * count, 1)
+    exponents = 8 * torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)) - 4
+    for scale_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        scales = (10**exponents).to(scale_dtype)
+        for e5m2 in (False, True):
+            out = torch.zeros(1, 1, 256 * count, dtype=dtype)
+            multiply_float8(torch.ones(1, 1, 1, dtype=dtype), codes, scales, out, (1, 1), e5m2=e5m2)
+            weight = expanded(codes, scales, dtype, (1, 1), e5m2=e5m2)
+            expect_same_values(out.flatten(), weight.flatten())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_every_mxfp4_code_and_scale_has_the_bits_of_the_expanded_weight(dtype: torch.dtype) -> None:
+    """Each output has its own pair of scale and code. Other codes are 0, so the sum of the inputs is the weight."""
+    scale, code = (pair.flatten() for pair in torch.meshgrid(torch.arange(256), torch.arange(16), indexing="ij"))
+    output, place = torch.arange(len(code)), (scale + 2 * code) % 32  # in both halves of bytes
+    inputs = torch.zeros(len(code), 32, dtype=torch.uint8)
+    inputs[output, place] = code.to(torch.uint8)
+    inputs[scale == 255] = torch.arange(16, dtype=torch.uint8)[:, None]  # infinity times 0 would be NaN too
+    codes, scales = (inputs[:, ::2] | inputs[:, 1::2] << 4)[None], scale.to(torch.uint8).view(1, -1, 1)
+    out = torch.zeros(1, 1, len(code), dtype=dtype)
+    multiply_mxfp4(torch.ones(1, 1, 32, dtype=dtype), codes, scales, out, torch.zeros(1, 1, dtype=torch.int64))
+    weight = expanded_mxfp4(codes, scales, dtype)[0]
+    expect_same_values(out.flatten(), weight[output, place])
+
+
+def expect_same_values(found: Tensor, expected: Tensor) -> None:
+    """Compare numbers, infinities and NaN. The sign of 0 is lost in a sum."""
+    is_nan = expected.isnan()
+    assert is_nan.any() and torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found[~is_nan], expected[~is_nan])
 
 
 @pytest.mark.parametrize("form", ["linear", "fp8", "mxfp4"])

@@ -164,6 +164,7 @@ def test_few_rows_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     directory, dtype = write_quantised(family, tmp_path), torch.float32
     layers = (0, check_model(directory).num_layers)
     ours, theirs = (load(directory, coded=coded, layers=layers, dtype=dtype) for coded in (True, False))
+    assert modules(ours, Float8Experts)
     for experts in modules(ours, Float8Experts):
         assert experts._most_rows == 16
         monkeypatch.setattr(experts, "_expand", None)

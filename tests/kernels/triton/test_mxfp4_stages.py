@@ -54,6 +54,7 @@ def test_few_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are multiplied. Sums have another order, so logits are close in float32."""
     monkeypatch.setattr(few_rows, "MOST_ROWS", 16)
     ours, theirs = (load(directory, coded=coded, dtype=torch.float32) for coded in (True, False))
+    assert modules(ours, Mxfp4Experts)
     for experts in modules(ours, Mxfp4Experts):
         monkeypatch.setattr(experts, "_expand", None)
     pairs = zip(*(outputs(stage, directory, dtype=torch.float32) for stage in (ours, theirs)), strict=True)

@@ -200,10 +200,9 @@ class KVShard:
         if self.float8:
             self.write(layer, target.keys[0].transpose(0, 1), target.values[0].transpose(0, 1), inputs)
 
-    def room_for_copies(self, layer: int, num_pages: int) -> KVShard:
+    def room_for_copies(self, num_pages: int) -> KVShard:
         """Return a shard of one layer for copies of some pages, in the float type of the computation. Copy nothing."""
-        caches = [self._paged] * (layer + 1)
-        return KVShard((layer, layer + 1), num_pages, self.page_size, caches, self.dtype, self.device)
+        return KVShard((0, 1), num_pages, self.page_size, [self._paged], self.dtype, self.device)
 
     def _put(self, pages: Tensor, rows: Tensor, inputs: StageInputs) -> None:
         written = as_indexable(to_float8(rows)) if self.float8 else rows

@@ -67,22 +67,39 @@ class NumbaAttention:
         self._sdpa = SdpaAttention()
         self._has_avx512_bf16 = has_avx512_bf16()
         self._split: tuple[StageInputs, StageInputs, _Tiles | None] | None = None
-        self._copied: tuple[StageInputs, tuple[_Copied, ...]] | None = None
+        self._copied: tuple[StageInputs, dict[int | None, tuple[_Copied, ...]]] | None = None
+        self._copies: KVShard | None = None
 
     def __call__(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """See AttentionBackend. Scores, softmax and sums are float32. SIMD kernels round the softmax to bfloat16."""
         if not kv.float8:
             return self._attend(query, kv, layer, inputs, spec)
-        if self._copied is None or self._copied[0] is not inputs:
-            self._copied = inputs, _Copied.of(inputs, kv)
         out = query.new_empty(*query.shape[:2], kv.value_dim)
-        for part in self._copied[1]:
-            copies = kv.room_for_copies(layer, len(part.pages))
-            copy_pages(kv.keys(layer), part.pages, copies.keys(layer))
+        for part in self._parts(inputs, kv, spec.sliding_window):
+            num_pages = len(part.pages)
+            copies = self._room(kv, num_pages)
+            copy_pages(kv.keys(layer), part.pages, copies.keys(0)[:num_pages])
             if not kv.latent:  # the values of latents are a part of the keys
-                copy_pages(kv.values(layer), part.pages, copies.values(layer))
-            out[part.rows] = self._attend(query[part.rows], copies, layer, part.inputs, spec)
+                copy_pages(kv.values(layer), part.pages, copies.values(0)[:num_pages])
+            out[part.rows] = self._attend(query[part.rows], copies, 0, part.inputs, spec)
         return out
+
+    def _parts(self, inputs: StageInputs, kv: KVShard, window: int | None) -> tuple[_Copied, ...]:
+        """Return the parts of a microbatch. They are kept, because all layers with the same window need them."""
+        if self._copied is None or self._copied[0] is not inputs:
+            self._copied = inputs, {}
+        parts = self._copied[1]
+        if window not in parts:
+            parts[window] = _Copied.of(inputs, kv, window)
+        return parts[window]
+
+    def _room(self, kv: KVShard, num_pages: int) -> KVShard:
+        """Return a shard of one layer for copies of pages. It is kept: the system takes long to give new memory."""
+        copies = self._copies
+        if copies is None or copies.num_pages < num_pages or copies.page_size != kv.page_size:
+            self._copies = None  # its memory is free before the larger one is made
+            self._copies = copies = kv.room_for_copies(num_pages)
+        return copies
 
     def _attend(self, query: Tensor, kv: KVShard, layer: int, inputs: StageInputs, spec: AttentionSpec) -> Tensor:
         """Return the attention output of a layer. The pages are in the type of the computation."""
@@ -137,8 +154,8 @@ class _Copied:
 
     Attributes:
         rows: their rows of the microbatch.
-        pages: ids of the pages to copy.
-        inputs: their inputs, with rows and page ids counted from 0.
+        pages: ids of the pages to copy. Those that lie before the window of all of a sequence's rows are left out.
+        inputs: their inputs, with rows and page ids counted from 0. Pages that are left out have the id 0.
     """
 
     rows: slice
@@ -146,33 +163,51 @@ class _Copied:
     inputs: StageInputs
 
     @classmethod
-    def of(cls, inputs: StageInputs, kv: KVShard) -> tuple[_Copied, ...]:
-        """Divide a microbatch. A part has one sequence, or more of them if they have few pages."""
+    def of(cls, inputs: StageInputs, kv: KVShard, window: int | None) -> tuple[_Copied, ...]:
+        """Divide a microbatch. A part has one sequence, or more of them if they have few pages.
+
+        Args:
+            window: number of keys that a row sees; None for all.
+        """
         page_bytes = kv.num_kv_heads * kv.page_size * (kv.head_dim + kv.value_dim) * kv.dtype.itemsize
         most_pages = _COPIED_BYTES // page_bytes
         parts: list[list[SpanRows]] = []
         num_pages = 0
         for span in inputs.spans:
-            num_pages += span.num_pages
+            num_copied = span.num_pages - _num_unseen(span, kv.page_size, window)
+            num_pages += num_copied
             if not parts or num_pages > most_pages:
                 parts.append([])
-                num_pages = span.num_pages
+                num_pages = num_copied
             parts[-1].append(span)
-        return tuple(cls._of_spans(part, inputs) for part in parts)
+        return tuple(cls._of_spans(part, inputs, kv.page_size, window) for part in parts)
 
     @classmethod
-    def _of_spans(cls, spans: list[SpanRows], inputs: StageInputs) -> _Copied:
+    def _of_spans(cls, spans: list[SpanRows], inputs: StageInputs, page_size: int, window: int | None) -> _Copied:
         first, last = spans[0], spans[-1]
         rows = slice(first.first_row, last.first_row + last.num_tokens)
-        pages = inputs.pages[first.first_page : last.first_page + last.num_pages]
-        copies = torch.arange(len(pages))
+        pages: list[Tensor] = []
+        places: list[int] = []
+        num_copied = 0
+        for span in spans:
+            unseen = _num_unseen(span, page_size, window)
+            pages.append(span.pages[unseen:])
+            end = num_copied + span.num_pages - unseen
+            places += [0] * unseen + list(range(num_copied, end))
+            num_copied = end
+        table = torch.tensor(places)
         moved = [
             span._replace(
-                first_row=span.first_row - first.first_row, first_page=span.first_page - first.first_page, of_all=copies
+                first_row=span.first_row - first.first_row, first_page=span.first_page - first.first_page, of_all=table
             )
             for span in spans
         ]
-        return cls(rows, pages, inputs._replace(spans=tuple(moved), pages=copies))
+        return cls(rows, torch.cat(pages), inputs._replace(spans=tuple(moved), pages=table))
+
+
+def _num_unseen(span: SpanRows, page_size: int, window: int | None) -> int:
+    """Return the number of a span's first pages that none of its rows sees."""
+    return 0 if window is None else max(0, span.start - window + 1) // page_size
 
 
 @functools.cache

@@ -60,10 +60,30 @@ def test_copies_of_a_few_sequences_at_a_time_change_no_bit(copied_bytes: int, nu
     case = Case(EXTENTS, 16, 4, 2, 16, backend="numba", float8=True)
     spec = spec_for(case)
     with mock.patch.object(numba, "_COPIED_BYTES", copied_bytes):
-        parts = numba._Copied.of(case.inputs, case.kv)
+        parts = numba._Copied.of(case.inputs, case.kv, None)
         found = case.run(spec)
-    assert len(parts) == num_parts and len(numba._Copied.of(case.inputs, case.kv)) == 1
+    assert len(parts) == num_parts and len(numba._Copied.of(case.inputs, case.kv, None)) == 1
     assert torch.equal(found, case.run(spec))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_pages_in_the_window_of_a_row_are_copied(dtype: torch.dtype) -> None:
+    case = Case([(500, 1), (300, 40), (0, 30)], 16, 4, 2, 16, dtype, backend="numba", float8=True)
+    (part,) = numba._Copied.of(case.inputs, case.kv, 20)
+    assert len(part.pages) == 2 + 5 + 2, "positions 481 to 500, 281 to 339 and 0 to 29"
+    spec = spec_for(case, window=20)
+    assert torch.equal(case.run(spec), over_rounded(case).run(spec, choose_backend("numba", CPU, 16)))
+
+
+def test_memory_for_copies_is_kept_and_grows() -> None:
+    attention = choose_backend("numba", CPU, 16)
+    assert isinstance(attention, numba.NumbaAttention)
+    places = []
+    for extents in ([(70, 9)], [(15, 1)], [(170, 9)], [(37, 1)]):
+        case = Case(extents, 16, 4, 2, 16, backend="numba", float8=True)
+        case.run(spec_for(case), attention)
+        places.append(attention._copies)
+    assert places[0] is places[1] and places[2] is places[3] and places[1] is not places[2]
 
 
 @every_backend

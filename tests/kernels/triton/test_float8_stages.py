@@ -155,8 +155,12 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     assert taken(theirs) - taken(ours) == counted > 0, "every weight that is counted in FP8 is held so"
 
 
+# One family stores the experts of a layer together. FP8 is read for experts that are stored one by one.
+SINGLE_EXPERTS = ("deepseek_v3", *(family for family in OTHERS if family != "granitemoehybrid"))
+
+
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.full) for family in ("deepseek_v3", *OTHERS))]
+    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.full) for family in SINGLE_EXPERTS)]
 )
 def test_few_rows_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes are multiplied. Sums have another order, so logits are close in float32."""

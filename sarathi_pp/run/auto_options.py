@@ -104,14 +104,17 @@ def estimated_cost(
         speed: speed of every stage's device, or one per stage; None to use typical speeds of this kind of device.
         shards: number of ranks that hold each stage together (tensor parallelism).
     """
+    item_bytes, float8 = _item_bytes(dtypes.compute), kv_cache_dtype == "fp8"
     return estimate_cost(
         layers,
         shapes=read_layer_shapes(model_dir, facts),
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         weight_bytes=_weight_bytes(dtypes),
-        compute_bytes=_item_bytes(dtypes.compute),
-        kv_bytes=1 if kv_cache_dtype == "fp8" else None,
+        compute_bytes=item_bytes,
+        kv_bytes=1 if float8 else None,
+        # On CPU, attention reads the codes, writes their values, and reads these.
+        kv_traffic=1 + 2 * item_bytes if float8 and device == "cpu" else None,
         speed=speed or DEVICE_SPEEDS[device],
         page_size=page_size,
         shards=shards,

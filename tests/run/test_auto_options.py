@@ -129,14 +129,17 @@ def test_times_of_another_type_of_keys_and_values_are_warned_of(tmp_path: Path, 
     assert list(profile_mismatch(config(tmp_path, in_float8, kv_cache_dtype="fp8"), facts.dtype)) == []
 
 
-def test_keys_and_values_in_float8_are_read_in_a_quarter_of_the_time_of_float32() -> None:
-    given = {"dtypes": Dtypes("float32", "float32"), "device": "cpu", "page_size": 16}
+@pytest.mark.parametrize(("device", "traffic"), [("cuda", 1), ("cpu", 1 + 2 * 4)])
+def test_only_a_cpu_copies_keys_and_values_in_float8_before_it_reads_them(device: str, traffic: int) -> None:
     facts = check_model(ADDER)
+    dtypes, speed = Dtypes("float32", "float32"), DeviceSpeed({4: 1e15}, 1e9, 1, 0.0)
     plain, float8 = (
-        estimated_cost(ADDER, facts, [(0, 5)], kv_cache_dtype=kind, **given).stages[0]  # type: ignore[arg-type]
+        estimated_cost(
+            ADDER, facts, [(0, 5)], dtypes=dtypes, device=device, page_size=16, kv_cache_dtype=kind, speed=speed
+        ).stages[0]
         for kind in ("auto", "fp8")
     )
-    assert (plain.a3, plain.page_bytes) == (pytest.approx(4 * float8.a3), 4 * float8.page_bytes)
+    assert (float8.a3, 4 * float8.page_bytes) == (pytest.approx(traffic / 4 * plain.a3), plain.page_bytes)
     assert replace(float8, a3=plain.a3, page_bytes=plain.page_bytes) == plain
 
 

@@ -98,6 +98,7 @@ def estimate_cost(
     weight_bytes: float,
     compute_bytes: int | None = None,
     kv_bytes: int | None = None,
+    kv_traffic: int | None = None,
     speed: DeviceSpeed | Sequence[DeviceSpeed],
     page_size: int = 16,
     shards: int = 1,
@@ -112,7 +113,7 @@ def estimate_cost(
         ridge   every weight is read once; the hidden    hidden * (weights * bytes / bandwidth) / (time of a token)
                 part takes as long as this many tokens
         a2   2 FLOP per channel, query and key           2 * score_channels / (flops * share)
-        a3   keys and values are read, and those of      the larger of token_values * bytes / bandwidth
+        a3   keys and values are read, and those of      the larger of token_values * traffic / bandwidth
              latents (MLA) multiplied meanwhile          and 2 * decode_channels / flops
         a4   the state is read and written in float32    8 * state_values / bandwidth
         LM head   its weights are read with a0 of the last stage, and a row costs 2 * h * vocabulary / flops. The two
@@ -135,6 +136,7 @@ def estimate_cost(
             compute_bytes.
         compute_bytes: bytes of a number of the computation; None for weight_bytes.
         kv_bytes: bytes of a number of a key or value in the KV cache; None for compute_bytes.
+        kv_traffic: bytes that attention reads or writes for such a number; None for kv_bytes.
         speed: speed of every stage's device, or one speed per stage; with `sums` if there are several shards.
         shards: T, the number of ranks that compute each stage together. Coefficients and page_bytes are those of one of
             these ranks.
@@ -145,11 +147,14 @@ def estimate_cost(
     assert len({own.tile for own in speeds}) == 1, "stages have one tile"
     compute_bytes = compute_bytes or int(weight_bytes)
     stored_bytes = kv_bytes or compute_bytes
+    kv_traffic = kv_traffic or stored_bytes
     size = 2 if compute_bytes <= 2 else 4
     sum_bytes = hidden_size * compute_bytes
 
     def estimate_stages(spans: Sequence[tuple[int, int]], devices: Sequence[DeviceSpeed]) -> CostModel:
-        means = [_MeanLayer.of(shapes[first:end], shards, weight_bytes, stored_bytes) for first, end in spans]
+        means = [
+            _MeanLayer.of(shapes[first:end], shards, weight_bytes, stored_bytes, kv_traffic) for first, end in spans
+        ]
         pairs = list(zip(means, devices, strict=True))
         tiles_read = min(mean.tiles_read(own, size) for mean, own in pairs)
         stages = [
@@ -188,6 +193,7 @@ class _MeanLayer:
     Attributes:
         count: number of layers.
         kv_bytes: bytes of keys and values per token, all layers together.
+        kv_traffic: bytes that attention reads or writes for them.
     """
 
     count: int
@@ -197,10 +203,13 @@ class _MeanLayer:
     decode_flop: float
     state_values: float
     kv_bytes: int
+    kv_traffic: int
 
     @classmethod
-    def of(cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: float, stored_bytes: int) -> _MeanLayer:
-        count = len(shapes)
+    def of(
+        cls, shapes: Sequence[LayerShape], shards: int, weight_bytes: float, stored_bytes: int, kv_traffic: int
+    ) -> _MeanLayer:
+        count, kv_values = len(shapes), sum(shape.shard_values(shards) for shape in shapes)
         return cls(
             count,
             sum(shape.weights for shape in shapes) / count / shards * weight_bytes,
@@ -208,7 +217,8 @@ class _MeanLayer:
             2 * (sum(shape.score_channels for shape in shapes) / count) / shards,
             2 * (sum(shape.decode_channels for shape in shapes) / count) / shards,
             sum(shape.state_values for shape in shapes) / count / shards,
-            sum(shape.shard_values(shards) for shape in shapes) * stored_bytes,
+            kv_values * stored_bytes,
+            kv_values * kv_traffic,
         )
 
     def tiles_read(self, own: DeviceSpeed, size: int) -> int:
@@ -238,7 +248,7 @@ class _MeanLayer:
             a0=count * (read_s - tiles_read * token_s * own.tile + own.layer_s + sums_s[0]),
             a1=count * (token_s + sums_s[1]) * own.tile,
             a2=count * self.score_flop / (own.attention_share * flops),
-            a3=max(self.kv_bytes / own.bytes_per_s, count * self.decode_flop / flops),
+            a3=max(self.kv_traffic / own.bytes_per_s, count * self.decode_flop / flops),
             a4=count * _STATE_BYTES * self.state_values / own.bytes_per_s,
             page_bytes=self.kv_bytes * page_size,
         )

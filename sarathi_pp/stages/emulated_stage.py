@@ -198,9 +198,10 @@ def over_link(
 
 
 def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
-    """Return the options with the profile's model, and with its --max-num-seqs and --layer-split if these are open.
+    """Return the options with what the profile sets.
 
-    The profile's layer split is taken only if it has as many stages as the run.
+    It sets the model and --kv-cache-dtype, and --max-num-seqs and --layer-split if these are open. Its layer split is
+    taken only if it has as many stages as the run.
 
     Raises:
         ConfigError: an option needs a model or its device, or the profile's links are for another number of stages.
@@ -230,6 +231,7 @@ def with_profile(config: RunConfig, profile: Profile) -> RunConfig:
     return replace(
         config,
         model=profile.model,
+        kv_cache_dtype=profile.kv_cache_dtype,
         max_num_seqs=config.max_num_seqs or profile.max_num_seqs,
         layer_split=config.layer_split or (own if len(own) == config.stages else None),
     )

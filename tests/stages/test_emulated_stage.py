@@ -63,7 +63,8 @@ def test_a_hybrid_s_layers_keep_states_that_take_no_memory() -> None:
     assert not plain.has_states and not emulated_facts(PROFILE, None).has_states
 
 
-def test_no_type_of_keys_and_values_is_taken_where_there_are_none() -> None:
-    assert with_profile(RunConfig(model=""), PROFILE).kv_cache_dtype == "auto"
+def test_the_type_of_keys_and_values_is_that_of_the_profile() -> None:
+    for kind in ("auto", "fp8"):
+        assert with_profile(RunConfig(model=""), replace(PROFILE, kv_cache_dtype=kind)).kv_cache_dtype == kind
     with pytest.raises(ConfigError, match="--emulate runs no model, so --kv-cache-dtype cannot be honoured"):
         with_profile(RunConfig(model="", kv_cache_dtype="fp8"), PROFILE)

@@ -110,10 +110,9 @@ _FIGURES = {figure.name: figure for section in _SECTIONS for figure in section}
 _SAME = 0.01
 
 # The work that the runs were asked to do, which gives the ratios their meaning, and the setup that they did it with.
-_WORK = ("model", "dtype", "device", "requests", "failed", "prompt_tokens", "output_tokens")
+_WORK = ("model", "dtype", "kv_cache_dtype", "device", "requests", "failed", "prompt_tokens", "output_tokens")
 _SETUP = (
     *("policy", "chunk_size", "stages", "layer_split", "inflight", "max_num_seqs", "max_model_len", "attention"),
-    "kv_cache_dtype",
     "prefix_cache",
 )
 

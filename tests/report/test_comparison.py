@@ -246,6 +246,13 @@ def test_runs_without_any_result() -> None:
     assert "note: a: no end in the trace of stage 0" in printed(comparison)
 
 
+def test_runs_with_other_keys_and_values_did_other_work() -> None:
+    comparison = compare([("a", report(dtype="float32")), ("b", report(dtype="float32", kv_cache_dtype="fp8"))])
+    (difference,) = comparison["differences"]
+    assert difference == {"name": "kv_cache_dtype", "values": ["float32", "fp8"], "same_work": False}
+    assert comparison["notes"] == ["these runs did not do the same work: their ratios say less than they seem to"]
+
+
 def test_advice_stands_below_the_table() -> None:
     comparison = compare([("a", report()), ("b", report())]) | {"advice": [{"text": "raise the chunk"}]}
     assert "advice: raise the chunk" in printed(comparison)

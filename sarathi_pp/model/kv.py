@@ -53,9 +53,12 @@ def page_bytes(caches: Sequence[LayerCache], page_size: int, dtype: torch.dtype)
 
 
 def to_float8(x: Tensor) -> Tensor:
-    """Round to float8_e4m3fn: to the nearest value, and to the even one of two. Values beyond 448 become 448."""
+    """Round to float8_e4m3fn: to the nearest value, and to the even one of two.
+
+    Finite values beyond 448 become 448. Infinity becomes NaN, so that logits show an overflow. Signs are kept.
+    """
     bounded = x.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)  # of values beyond, some versions of torch make NaN
-    return bounded.to(_FLOAT8)
+    return bounded.masked_fill(x.isinf(), torch.nan).copysign(x).to(_FLOAT8)
 
 
 def as_indexable(pages: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ from tests.exact.references import Tokens
 
 
 class RoundingCache(DynamicCache):
-    """A cache that stores keys and values as FP8 would: rounded, and at most 448."""
+    """A cache that stores keys and values as FP8 would: rounded, and at most 448. Infinity becomes NaN."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
         return super().update(_rounded(key_states), _rounded(value_states), *arguments, **more)
 
 
 def _rounded(x: Tensor) -> Tensor:
-    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+    return x.clamp(-448, 448).masked_fill(x.isinf(), torch.nan).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def generate(model: Any, prompt: Tokens, num_tokens: int) -> tuple[Tokens, float]:

@@ -84,15 +84,22 @@ def test_float8_rounds_to_the_nearest_value_and_keeps_nan() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = codes[codes.isfinite()].unique().double()
     found = to_float8(every).float()
-    assert torch.equal(found.isnan(), every.isnan())
-    number = every[~every.isnan()].double().clamp(-448, 448)
+    finite = every.isfinite()
+    assert torch.equal(found.isfinite(), finite)
+    number = every[finite].double().clamp(-448, 448)
     place = torch.searchsorted(values, number).clamp(1, len(values) - 1)
     below, above = values[place - 1], values[place]
     # Of two values at the same distance, the even one is the multiple of twice the step between them.
     even_below = (below / (above - below)) % 2 == 0
     lower = (number - below < above - number) | ((number - below == above - number) & even_below)
-    assert torch.equal(found[~every.isnan()].double(), torch.where(lower, below, above))
-    assert to_float8(torch.tensor([torch.inf, -torch.inf, 449.0])).float().tolist() == [448, -448, 448]
+    assert torch.equal(found[finite].double(), torch.where(lower, below, above))
+    assert to_float8(torch.tensor([3e38, -465.0, 449.0])).float().tolist() == [448, -448, 448]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_infinity_becomes_nan_in_float8_so_that_logits_show_an_overflow(dtype: torch.dtype) -> None:
+    overflown = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0], dtype=dtype)
+    assert to_float8(overflown).view(torch.uint8).tolist() == [0x7F, 0xFF, 0x7F, 0x80]
 
 
 def test_pages_in_float8_take_one_byte_per_value_and_states_keep_their_type() -> None:

@@ -25,7 +25,7 @@ def from_codes(codes):  # type: ignore[no-untyped-def]
 def to_codes(x):  # type: ignore[no-untyped-def]
     """Return the codes (uint8) of float32 values: of the nearest one, and of the even one of two.
 
-    Values beyond 448 become 448. NaN stays NaN.
+    Finite values beyond 448 become 448. Infinity becomes NaN, and NaN stays NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -35,5 +35,5 @@ def to_codes(x):  # type: ignore[no-untyped-def]
     # Below, codes count multiples of 2^-9. In a float32 from 2^14 on, these are the last mantissa bit.
     small = (bounded.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(bounded < 0x3C800000, small, normal)  # 2^-6
-    code = tl.where(size > 0x7F800000, 0x7F, code)
+    code = tl.where(size >= 0x7F800000, 0x7F, code)  # infinity and NaN
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

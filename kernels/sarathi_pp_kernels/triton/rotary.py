@@ -119,7 +119,8 @@ def reference_rotate_and_write(
 
 def _put(pages: Tensor, rows: Tensor, write_pages: Tensor, write_offsets: Tensor) -> None:
     if pages.dtype == torch.float8_e4m3fn:
-        rows, pages = rows.clamp(-448, 448).to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
+        bounded = rows.clamp(-448, 448).masked_fill(rows.isinf(), torch.nan).copysign(rows)
+        rows, pages = bounded.to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
     pages[write_pages, :, write_offsets] = rows
 
 

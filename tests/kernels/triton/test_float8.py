@@ -66,6 +66,13 @@ def test_every_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     same(encoded(every).float(), to_float8(every).float())
 
 
+def test_infinity_and_nan_have_the_codes_that_torch_gives_them() -> None:
+    numbers = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38])
+    codes = encoded(numbers).view(torch.uint8)
+    assert codes.tolist() == [0x7F, 0xFF, 0x7F, 0x7E, 0xFE]
+    assert torch.equal(codes, to_float8(numbers).view(torch.uint8))
+
+
 def test_numbers_around_every_tie_are_rounded_as_torch_rounds_them() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
     values = values[values.isfinite()].unique()
@@ -119,6 +126,21 @@ def test_the_fused_write_rounds_as_the_plain_one(norms: bool, dtype: torch.dtype
     if not norms:
         reference_rotate_and_write(**reference)
         same(codes["keys"].float(), reference["keys"].float())
+
+
+def test_the_fused_write_and_its_reference_show_an_overflow() -> None:
+    given = _heads(torch.float16)
+    given["qkv"][0, -3:] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    codes, reference = (
+        given | {name: given[name].to(FLOAT8).clone() for name in ("keys", "values")} | {"qkv": given["qkv"].clone()}
+        for _ in range(2)
+    )
+    rotate_and_write(**codes)
+    reference_rotate_and_write(**reference)
+    written = [pages["values"].view(torch.uint8) for pages in (codes, reference)]
+    place = given["write_pages"][0], 1, given["write_offsets"][0]
+    assert written[0][place][-3:].tolist() == [0x7F, 0xFF, 0x7F]
+    assert torch.equal(*written)
 
 
 def test_pages_of_two_types_are_refused() -> None:

@@ -72,7 +72,7 @@ def measured_basis(model: PlannedModel, config: RunConfig, devices: Sequence[Dev
     most = max(partition(model.facts.num_layers, len(stages)), key=lambda layers: layers[1] - layers[0])
     sizes = [(stage.layers, stage.page_bytes) for stage in stages]
     if not any(size for _, size in sizes):  # a profile that was written manually may lack the size of a page
-        sizes = [(most, memory.page_bytes(most))]
+        sizes = [(most, memory.with_options(kv_cache_dtype=profile.kv_cache_dtype).page_bytes(most))]
     kv_bytes = max(
         profile.pages * size + stage_state_bytes(memory.rank_facts, layers, profile.max_num_seqs, memory.dtype)
         for layers, size in sizes

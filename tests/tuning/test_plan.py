@@ -334,6 +334,17 @@ def test_more_devices_than_layers_or_than_stages_are_noted() -> None:
         make_plan(RunConfig(model=ADDER, stages=4), parse_workload(SMALL_WORKLOAD), Hardware(cards=("l4",) * 3))
 
 
+def test_a_profile_without_page_sizes_has_pages_of_its_own_type(tmp_path: Path) -> None:
+    """It has 2000 pages. In float32, one takes the memory of four in FP8."""
+    sizeless = with_stages(64, page_bytes=0)
+    pages = [
+        plan(tmp_path, replace(sizeless, kv_cache_dtype=kind), SMALL_WORKLOAD, kv_cache_dtype=own)["pages"]
+        for kind in ("auto", "fp8")
+        for own in ("auto", "fp8")
+    ]
+    assert pages == [2000, 8000, 500, 2000]
+
+
 def test_times_of_a_profile_and_memory_of_cards(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps(PROFILE.to_json()))

@@ -20,6 +20,8 @@ from sarathi_pp.sampling_params import SAMPLING_ALIASES, SamplingParams
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("dtype", "stored")
 KV_CACHE_DTYPES = ("auto", "fp8")
+# Other names of these values: those of other engines.
+KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEVICES = ("auto", "cpu", "cuda")
 HEADS = ("auto", "last")
 TRANSPORTS = ("auto", "gloo")
@@ -204,6 +206,8 @@ class RunConfig:
             memory,
             "a size of at least one byte, like '4GiB', '500MB' or 1073741824",
         )
+        stored = self.kv_cache_dtype
+        _demand(stored not in DTYPES[1:], "kv_cache_dtype", stored, f"auto, which follows dtype={stored!r}, or fp8")
         chosen = {
             "dtype": DTYPES,
             "weights": WEIGHTS,
@@ -247,6 +251,8 @@ class RunConfig:
             value = plain(getattr(self, one.name))
             if one.name in ("run_dir", "emulate", "profile") and isinstance(value, str) and value:
                 value = Path(value)
+            elif one.name == "kv_cache_dtype" and isinstance(value, str):
+                value = KV_CACHE_DTYPE_ALIASES.get(value, value)
             elif one.name in _REALS and is_int(value):
                 value = float(value)  # type: ignore[arg-type]
             elif one.name == "kv_cache_memory_bytes" and isinstance(value, str):

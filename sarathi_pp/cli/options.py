@@ -10,13 +10,12 @@ from typing import Any
 import click
 
 from sarathi_pp.cli.option_group import Option, OptionGroup
-from sarathi_pp.cli.values import Bytes, Count, JsonObject, LayerSplit, Listed, Real
+from sarathi_pp.cli.values import Bytes, Count, JsonObject, KvCacheDtype, LayerSplit, Listed, Real
 from sarathi_pp.config import (
     ATTENTIONS,
     DEVICES,
     DTYPES,
     HEADS,
-    KV_CACHE_DTYPES,
     ORDERS,
     PREFIX_CACHES,
     TRANSPORTS,
@@ -146,7 +145,7 @@ MEMORY = OptionGroup(
     ),
     Option(
         "--kv-cache-dtype",
-        type=click.Choice(KV_CACHE_DTYPES),
+        type=KvCacheDtype(),
         default="auto",
         help="auto: that of --dtype. fp8: one byte per value. Changes answers.",
     ),

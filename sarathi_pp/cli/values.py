@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from sarathi_pp.config import size_in_bytes
+from sarathi_pp.config import DTYPES, KV_CACHE_DTYPE_ALIASES, KV_CACHE_DTYPES, size_in_bytes
 
 # A smaller number without a unit is probably not meant in bytes.
 _FEWEST_WITHOUT_UNIT = 1 << 20
@@ -73,6 +73,18 @@ class Listed(click.ParamType[tuple[Any, ...]]):
         if isinstance(value, tuple):
             return value
         return tuple(self._one.convert(part.strip(), param, ctx) for part in str(value).split(","))
+
+
+class KvCacheDtype(click.Choice[str]):
+    """The float type of keys and values: auto or fp8. Names that other engines use are accepted, and not listed."""
+
+    def __init__(self) -> None:
+        super().__init__(KV_CACHE_DTYPES)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in DTYPES[1:]:
+            self.fail(f"{value!r} must be auto or fp8; auto follows --dtype {value}", param, ctx)
+        return super().convert(KV_CACHE_DTYPE_ALIASES.get(value, value), param, ctx)
 
 
 class Real(click.FloatRange):

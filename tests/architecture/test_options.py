@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from sarathi_pp.cli.main import cli
 from sarathi_pp.cli.options import SAMPLING, run_config
-from sarathi_pp.config import ALIASES, RunConfig, option_of, options_of
+from sarathi_pp.config import ALIASES, KV_CACHE_DTYPE_ALIASES, RunConfig, option_of, options_of
 from sarathi_pp.errors import ConfigError
 from sarathi_pp.sampling_params import SAMPLING_ALIASES, SamplingParams
 
@@ -123,6 +123,21 @@ def test_an_option_sets_each_field_of_a_run_config(field: str) -> None:
     if field == "emulate":
         parsed["model"] = None
     assert getattr(run_config(parsed, None), field) == value
+
+
+@pytest.mark.parametrize("name", KV_CACHE_DTYPE_ALIASES)
+def test_an_option_takes_names_of_values_in_other_engines(name: str) -> None:
+    config = run_config(parse("generate", "--kv-cache-dtype", name), None)
+    assert config.kv_cache_dtype == KV_CACHE_DTYPE_ALIASES[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [("bfloat16", "must be auto or fp8; auto follows --dtype bfloat16"), ("fp8_e5m2", "not one of 'auto', 'fp8'")],
+)
+def test_a_type_of_keys_and_values_that_is_not_supported_is_refused(given: str, said: str) -> None:
+    with pytest.raises(click.BadParameter, match=said):
+        parse("generate", "--kv-cache-dtype", given)
 
 
 @pytest.mark.parametrize("field", [*ALIASES.values(), *SAMPLING_ALIASES.values()])

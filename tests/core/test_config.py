@@ -54,6 +54,7 @@ class Torch:
         ("join_timeout_s", np.float64(5.5), 5.5),
         ("debug_nan", np.bool_(True), True),
         ("dtype", Torch("torch.bfloat16"), "bfloat16"),
+        ("kv_cache_dtype", "fp8_e4m3", "fp8"),
         ("device", Torch("cuda"), "cuda"),
     ],
 )
@@ -91,6 +92,7 @@ WRONG = [
     ("dtype", [], "one of auto, float32"),
     ("weights", "int4", "one of dtype, stored"),
     ("kv_cache_dtype", "fp8_e5m2", "one of auto, fp8"),
+    ("kv_cache_dtype", "bfloat16", "auto, which follows dtype='bfloat16', or fp8"),
     ("device", Torch("cuda:1"), "one of auto, cpu, cuda"),
     ("head", "first", "one of auto, last"),
     ("transport", None, "one of auto, gloo"),

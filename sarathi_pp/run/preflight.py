@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -173,8 +173,8 @@ def preflight(options: BatchOptions) -> Preflight:
     defaults = defaults.with_command(config.sampling_overrides)
     dtypes = dtypes_of(config, facts)
     warnings = [*defaults.warnings, *profile_mismatch(config, dtypes.compute)]
-    if config.emulate is None and (slow := why_slow(dtypes)) and computes_on_cpu(config.device):
-        warnings.append(slow)
+    if config.emulate is None and computes_on_cpu(config.device):
+        warnings += _slow_on_cpu(config, dtypes)
     if options.config.chunk_size is not None and not policy.kind.uses_chunk_size:
         warnings.append(
             f"--policy {config.policy} does not use --chunk-size: its own rule sets the prompt tokens of a microbatch"
@@ -183,6 +183,17 @@ def preflight(options: BatchOptions) -> Preflight:
     if facts.has_states and config.prefix_cache == "auto":
         notes.append(f"the prefix cache is off: {WHY_NO_PREFIX_CACHE}")
     return Preflight(config, model_dir, profile, facts, defaults, run_dir, tuple(notes), tuple(warnings))
+
+
+def _slow_on_cpu(config: RunConfig, dtypes: Dtypes) -> Iterator[str]:
+    """Yield a warning for each type of numbers that makes a run on CPU slow."""
+    if slow := why_slow(dtypes):
+        yield slow
+    if config.kv_cache_dtype == "fp8":
+        yield (
+            f"--kv-cache-dtype fp8 saves memory on CPU, and costs time: attention first copies keys and values to "
+            f"{dtypes.compute}. A long context costs most"
+        )
 
 
 def _check_order(options: BatchOptions) -> None:

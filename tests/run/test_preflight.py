@@ -114,6 +114,18 @@ def test_an_output_is_not_resumed_with_another_type_of_keys_and_values(output, b
         preflight.identify(other, preflight.preflight(other))
 
 
+@pytest.mark.parametrize(
+    ("kind", "device", "warned"), [("fp8", "cpu", True), ("auto", "cpu", False), ("fp8", "cuda", False)]
+)
+def test_float8_pages_are_said_to_be_slow_on_cpu(output, monkeypatch, kind, device, warned):
+    rows = output.with_name("rows")
+    rows.write_text('{"prompt": "1+1="}\n')
+    monkeypatch.setattr(preflight, "check_machine", lambda config: None)
+    config = RunConfig(model=str(ADDER), kv_cache_dtype=kind, device=device)
+    warnings = preflight.preflight(BatchOptions(config, str(rows), str(output))).warnings
+    assert any("fp8 saves memory on CPU, and costs time" in warning for warning in warnings) == warned
+
+
 def test_facts_about_the_model_are_notes_and_no_warnings(tmp_path, output):
     write_checkpoint("llama", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())

@@ -15,6 +15,7 @@ import pytest
 from examples.benchmarks.hosts import Hosts
 from sarathi_pp.core.cost.model import CostModel, StageCost
 from sarathi_pp.core.cost.profile import EdgeLink, Profile
+from tests import thinning
 from tests.commands.processes import COMMAND, ROOT, Files, console_script, environment, run
 from tests.hosts import hosts_of
 from tests.machine import patient
@@ -48,10 +49,10 @@ def three() -> Iterator[Hosts]:
         yield hosts
 
 
-def files_in(folder: Path) -> Files:
+def files_in(folder: Path, num_rows: int = NUM_ROWS) -> Files:
     files = Files(folder)
     rows = [
-        {"prompt": "".join(f"{n + k}+{k}={n + 2 * k}\n" for k in range(n % 9)) + f"{n}+7="} for n in range(NUM_ROWS)
+        {"prompt": "".join(f"{n + k}+{k}={n + 2 * k}\n" for k in range(n % 9)) + f"{n}+7="} for n in range(num_rows)
     ]
     files.input.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return files
@@ -195,12 +196,13 @@ def test_two_hosts_of_two_stages_answer_as_one_process(link, elastic, two, expec
     assert all(link["transfer_s"]["p50"] > -report["clock_uncertainty_s"] for link in report["links"])
 
 
-@pytest.mark.full
 def test_three_hosts_of_one_stage_answer_as_one_process(three, expected, tmp_path):
-    files = files_in(tmp_path)
+    """Both edges of the middle stage cross hosts."""
+    files = files_in(tmp_path, num_rows := NUM_ROWS if thinning.full else 6)
     with Started(three, files, (1, 1, 1)) as agents:
         known = finished(agents)
-    assert answers(files) == expected
+    found = answers(files)
+    assert len(found) == num_rows and found.items() <= expected.items()
     assert known["hosts"] == ["host0", "host1", "host2"]
     assert sorted(path.name for path in files.traces()) == [f"trace-0000{stage}-of-00003.jsonl" for stage in range(3)]
     for host in (1, 2):

@@ -6,7 +6,7 @@ differs from 1, so that applying it twice or not at all shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -579,16 +579,19 @@ BRIEF = frozenset(list(FAMILIES)[list(FAMILIES).index("ministral") :])
 VARIED = ("llama", "gpt2", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoehybrid")
 
 
-def thinned(families: Iterable[str] = FAMILIES, *, few: bool = False, oldest: bool = False) -> list[ParameterSet]:
+def thinned(
+    families: Iterable[str] = FAMILIES, *, few: bool = False, also: Container[str] = (), oldest: bool = False
+) -> list[ParameterSet]:
     """Return the families as test parameters. Those in BRIEF are marked `full`.
 
     Args:
-        few: mark all families `full` that are not in VARIED.
+        few: mark all families `full` that are not in VARIED or `also`.
+        also: families that `few` keeps; none in BRIEF.
         oldest: mark families in VARIED `oldest`; all families with --full.
     """
     found = []
     for family in families:
-        marks = [pytest.mark.full] if family in BRIEF or (few and family not in VARIED) else []
+        marks = [pytest.mark.full] if family in BRIEF or (few and family not in VARIED and family not in also) else []
         if oldest and (thinning.full or family in VARIED):
             marks.append(pytest.mark.oldest)
         found.append(pytest.param(family, marks=marks))

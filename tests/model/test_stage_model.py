@@ -226,7 +226,8 @@ def test_in_bfloat16_too(tied: bool, tmp_path: Path) -> None:
         assert head.forward(last.forward_rows(x, inputs, kv)).equal(last.forward(x, inputs, kv))
 
 
-@pytest.mark.parametrize("family", thinned(few=True))
+# Their norms, activations, biases and experts are not those of VARIED.
+@pytest.mark.parametrize("family", thinned(few=True, also=("cohere", "opt", "phi", "gpt_neox", "mixtral")))
 def test_float32_logits_are_the_same_bits_whatever_ran_beside_them(family: str, saved: Saved) -> None:
     """A restart has other neighbours and cuts prompts elsewhere. It must still draw the same tokens."""
     directory, _ = saved(family, 1)

@@ -162,7 +162,11 @@ print(json.dumps({capability: code(module._attend, capability, one) for capabili
 
 @pytest.mark.parametrize(
     ("capability", "dtype"),
-    [(80, "bf16"), (90, "fp32"), *(pytest.param(*case, marks=pytest.mark.full) for case in [(80, "fp32"), (90, "bf16")])],
+    [
+        (80, "bf16"),
+        (90, "fp32"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(80, "fp32"), (90, "bf16")]),
+    ],
 )
 def test_every_kernel_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
     """By default each capability and each type is compiled once. FP8 is converted with integers on 8.0."""
@@ -287,6 +291,26 @@ def test_keys_and_values_in_float8_are_converted_in_registers(
         copies = _named(loop, "LDGSTS")
         assert copies and all(".128" in copy or ".64" in copy for copy in copies), copies
         assert (len(_named(loop, "FMUL")) < 100) == (capability == 90)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("head_dim", "most"),
+    [(128, {80: (4300, 0), 89: (2300, 0)}), (256, {80: (2350, 55), 89: (1850, 30), 90: (750, 0)})],
+    ids=["128", "256"],
+)
+def test_chunks_in_float8_spill_registers_only_in_wide_heads_before_hopper(
+    head_dim: int, most: dict[int, tuple[int, int]], tmp_path: Path
+) -> None:
+    """A case limits the instructions of the loop over keys, and how many of these spill registers, by capability."""
+    found = _compile(tmp_path, [(4096, 512)], [*most], "float8_e4m3fn", head_dim)
+    for capability, code in found.items():
+        few, many = code.loops
+        length, spills = len(many), len(_named(many, "STL", "LDL"))
+        most_length, most_spills = most[capability]
+        assert length <= most_length and spills <= most_spills, (capability, length, spills)
+        assert not _named(few, "STL", "LDL")
+        assert all(".128" in copy or ".64" in copy for copy in _named(many, "LDGSTS"))
 
 
 @dataclass(frozen=True)

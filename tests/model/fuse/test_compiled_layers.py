@@ -123,11 +123,12 @@ WIDE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermedi
 
 
 def cases(family: str, changed: dict[str, int]) -> list[ParameterSet]:
-    """Return a family with every kind. By default, families other than llama have one kind each."""
-    default = {"mistral": "float32", "qwen2": "bfloat16", "qwen3": "float32-bfloat16"}
+    """Return a family with every kind. By default, families other than llama have one or two of them."""
+    windows = ("float32",) if changed else ("float32", "bfloat16")
+    default = {"mistral": windows, "qwen2": ("bfloat16",), "qwen3": ("bfloat16", "float32-bfloat16")}
     found = []
     for kind in KINDS:
-        full = [pytest.mark.full] if default.get(family, kind.id) != kind.id else []
+        full = [pytest.mark.full] if kind.id not in default.get(family, kind.id) else []
         name = f"{kind.id}-{family}" + "-wide" * bool(changed)
         found.append(pytest.param(family, changed, *kind.values, marks=[*kind.marks, *full], id=name))
     return found

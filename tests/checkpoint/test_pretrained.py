@@ -27,7 +27,11 @@ CPU = torch.device("cpu")
 VALUES: tuple[object, ...] = ("x", "1e-6", "false", -1, 0, 1, 1.5, 70, True, None, [], {}, [1], {"a": 1})
 _GONE = object()
 # Values with which transformers' own float32 is as far from float64.
-TOO_COARSE = [("granitemoehybrid_dense", "attention_multiplier", 70)]
+TOO_COARSE = [
+    ("granite", "attention_multiplier", 1.5),
+    ("granite", "attention_multiplier", 70),
+    ("granitemoehybrid_dense", "attention_multiplier", 70),
+]
 # By default, these keys get text and this value. No family in VARIED has them, except those of granite.
 OWN_KEYS: dict[str, dict[str, object]] = {
     "phi3": {"original_max_position_embeddings": 70},

@@ -23,7 +23,7 @@ pytest=(.venv/bin/pytest)
 
 # Seconds with AVX512-BF16. Others get twice as much, from one quiet run of an AMD EPYC with AVX2.
 declare -A budgets=([static]=25 [pure]=25 [model]=430 [avx2]=45 [reports]=95 [runtime]=500 [faults]=240
-    [launch]=220 [gpu]=150)
+    [launch]=240 [gpu]=150)
 known=(static pure model avx2 reports runtime faults launch gpu)
 options=()
 tiers=()

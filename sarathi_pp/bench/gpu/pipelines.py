@@ -152,7 +152,7 @@ def contest(bench: Bench, figures: Figures) -> None:
         theirs = json.loads(said.splitlines()[-1])
         figures |= {"generate_batch": tokens / theirs["wall_s"], "their_attention": theirs["attention"]}
         figures["factor"] = figures["ours"] / figures["generate_batch"]
-        what = f"{len(requests)} requests: tokens a second, times generate_batch's"
+        what = f"{len(requests)} requests: tokens per second, relative to generate_batch"
         bench.check(what, figures["factor"], CONTEST_FACTOR)
         bench.save()
         if bench.end_s - bench.clock.now() > _SPARE * took_s:
